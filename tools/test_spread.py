@@ -126,6 +126,20 @@ class Spread(unittest.TestCase):
         self.assertEqual(run.returncode, 0, said)
         self.check_whole(said, SLOW)
 
+    def check_reproduce(self):
+        task = "tasks=[{random_prompts: {prompt: [64, 100], samples: 1, answer: 4}}]"
+        sets = ["backend=cpu", "threads=1", "metrics=[score]", task]
+        words = [kvlab(), "reproduce", "freekv/figure7", "--model", "synthetic/tiny", "-o", str(self.folder / "made")]
+        words += [*(word for one in sets for word in ("--set", one)), "-v", "--log", str(self.log), *self.how]
+        run = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=300)
+        self.assertEqual(run.returncode, 0, run.stderr)
+        parts = [part for part in self.folder.glob("made/*.parts/*") if part.suffix != ".log"]
+        self.assertEqual({part.suffix for part in parts}, {".h5"})
+        written = re.findall(r": written to (\S+)", self.log.read_text())
+        self.assertEqual(sorted(written), sorted(map(str, parts)))
+        self.assertEqual(len(list(self.folder.glob("made/*.h5"))), 4)  # that the paper's file names
+        return run.stderr
+
 
 @unittest.skipUnless(shutil.which("mpirun"), "mpirun is not installed (openmpi-bin)")
 class Mpi(Spread):
@@ -149,17 +163,7 @@ class Mpi(Spread):
         self.check_whole(again.stderr, SLOW)
 
     def test_reproduce_runs_the_cells_of_each_experiment_on_ranks(self):
-        task = "tasks=[{random_prompts: {prompt: [64, 100], samples: 1, answer: 4}}]"
-        sets = ["backend=cpu", "threads=1", "metrics=[score]", task]
-        words = [kvlab(), "reproduce", "freekv/figure7", "--model", "synthetic/tiny", "-o", str(self.folder / "made")]
-        words += [*(word for one in sets for word in ("--set", one)), "-v", "--log", str(self.log), *self.how]
-        run = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=300)
-        self.assertEqual(run.returncode, 0, run.stderr)
-        parts = list(self.folder.glob("made/*.parts/*"))
-        self.assertEqual({part.suffix for part in parts}, {".h5"})
-        written = re.findall(r": written to (\S+)", self.log.read_text())
-        self.assertEqual(sorted(written), sorted(map(str, parts)))
-        self.assertEqual(len(list(self.folder.glob("made/*.h5"))), 4)  # that the paper's file names
+        self.check_reproduce()
 
     def test_ranks_started_by_hand_are_workers_too(self):
         words = ["mpirun", "-n", "2", *self.how[-1].split(), *self.words(FAST, "--worker")]
@@ -292,6 +296,10 @@ class Slurm(Spread):
         again = self.run_kvlab(SLOW, *self.how)
         self.assertEqual(again.returncode, 0, again.stderr)
         self.check_whole(again.stderr, SLOW)
+
+    def test_reproduce_runs_the_cells_of_every_experiment_as_one_job(self):
+        said = self.check_reproduce()
+        self.assertEqual(len(re.findall(r"job \d+ of Slurm: 2 workers", said)), 1, said)
 
     def test_a_job_that_sbatch_refuses_is_an_error_with_its_words(self):
         run = self.run_kvlab(FAST, "--on", "slurm", "--slurm-args", "--partition=nowhere")

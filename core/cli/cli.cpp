@@ -244,12 +244,8 @@ void CommandLine::add_reproduce() {
             reproduce_.sets = sets_;
             reproduce_.plugin_path = plugin_path_;
             reproduce_.quiet = quiet_;
-            reproduce_.command = joined(typed());
-            reproduce_.spread = spread_.spread();
-            reproduce_.worker_begin = {argv_[0], "run"};
-            if (quiet_) reproduce_.worker_end.emplace_back("-q");
-            if (verbose_) reproduce_.worker_end.emplace_back("-v");
-            if (log_file_) reproduce_.worker_end.insert(reproduce_.worker_end.end(), {"--log", *log_file_});
+            reproduce_.run = {joined(typed()), fresh_, true};
+            spread_.apply(reproduce_.run, typed());
             return reproduce(reproduce_);
           });
   command->add_option("ITEM", reproduce_.items, "PAPER/ITEM to run; PAPER or nothing = a list");
@@ -260,7 +256,7 @@ void CommandLine::add_reproduce() {
   command->add_flag("--small", reproduce_.small, "experiments that need no weights and data but kvlab's own");
   CLI::Option* check = command->add_flag("--check", reproduce_.check, "only check what would run");
   command->add_flag("--report", reproduce_.report, "run nothing, show what earlier calls left")->excludes(check);
-  command->add_flag("--fresh", reproduce_.fresh, "run finished cells and profiles again");
+  command->add_flag("--fresh", fresh_, "run finished cells and profiles again");
   command->add_option("-o,--output", reproduce_.folder, "folder of the result files")->capture_default_str();
   command->add_option("--format", reproduce_.format, "table, md, csv or latex")->capture_default_str();
   command->add_option("--set", sets_, "key=value in place of the experiments'; repeatable")->allow_extra_args(false);

@@ -112,10 +112,10 @@ class Reproduction {
       // A policy reads a profile from the place below the tree where its experiment writes it.
       e.output =
           is_profile(runs_.back()) ? tree / e.output : fs::path(o_.folder) / (chosen.paper->name + "-" + stem + ".h5");
-      if (!is_profile(runs_.back()) && !o_.report) check_spread(o_.spread, e);
+      if (!is_profile(runs_.back()) && !o_.report) check_spread(o_.run.spread, e);
     }
     // Published rows of other models would stand beside the one of --model.
-    if (models.size() > 1)
+    if (models.size() > 1 && !o_.run.worker)
       log::warn(fmt::format("--model takes the place of {}: compare the rows of its own model alone",
                             join({models.begin(), models.end()}, " and ")));
   }
@@ -138,28 +138,21 @@ class Reproduction {
     }
   }
 
-  int run() const {
+  // Makes the profiles that other experiments read.
+  int profiles() const {
     int code = 0;
     if (!lacks_profile()) check();
     for (const Run& run : runs_)
-      if (is_profile(run)) code = std::max(code, profile(run));
-    if (stop::requested()) return code;
-    check();
-    bool ran = false;
-    for (const Run& run : runs_) {
-      if (is_profile(run)) continue;
-      if (stop::requested()) break;
-      log::info(fmt::format("{}: {}", chosen_.name(), run.loaded->experiment.file.string()));
-      try {
-        code = std::max(code, run_experiment(run.loaded->experiment, *run.loaded->catalog, options_of(run)));
-      } catch (const CannotStart& e) {
-        if (!ran) throw;
-        log::error(fmt::format("{}: {}", run.loaded->experiment.file.string(), e.what()));
-        code = std::max(code, 1);
-      }
-      ran = true;
-    }
+      if (is_profile(run) && !stop::requested()) code = std::max(code, profile(run));
     return code;
+  }
+
+  // The experiments with cells.
+  std::vector<GivenExperiment> experiments() const {
+    std::vector<GivenExperiment> all;
+    for (const Run& run : runs_)
+      if (!is_profile(run)) all.push_back({run.loaded->experiment, *run.loaded->catalog});
+    return all;
   }
 
   std::string text() const {
@@ -177,19 +170,6 @@ class Reproduction {
 
   static bool is_profile(const Run& run) { return !run.loaded->experiment.profilers.empty(); }
 
-  // A worker runs the same cells by `kvlab run`.
-  RunOptions options_of(const Run& run) const {
-    const Experiment& e = run.loaded->experiment;
-    RunOptions options{o_.command, o_.fresh, true};
-    options.spread = o_.spread;
-    std::vector<std::string>& words = options.spread.command = o_.worker_begin;
-    words.insert(words.end(), {e.file.string(), "-o", e.output.string()});
-    for (const std::string& set : sets_) words.insert(words.end(), {"--set", set});
-    for (const std::string& place : o_.plugin_path) words.insert(words.end(), {"--plugin-path", place});
-    words.insert(words.end(), o_.worker_end.begin(), o_.worker_end.end());
-    return options;
-  }
-
   // Whether its file is there, and of the model that it would be made for.
   static bool has_profile(const Run& run) {
     const Experiment& e = run.loaded->experiment;
@@ -202,11 +182,11 @@ class Reproduction {
   }
 
   int profile(const Run& run) const {
-    if (!o_.fresh && has_profile(run)) {
+    if (!o_.run.fresh && has_profile(run)) {
       log::info(run.loaded->experiment.output.string() + " is there; --fresh makes it anew");
       return 0;
     }
-    return run_profile(run.loaded->experiment, *run.loaded->catalog, {o_.command, false, true, {}});
+    return run_profile(run.loaded->experiment, *run.loaded->catalog, {o_.run.command, false, true, {}});
   }
 
   // Profiles that no run here reads are what the item asks for.
@@ -256,6 +236,99 @@ class Reproduction {
   std::vector<Run> runs_;
 };
 
+// Items may name the same experiment: its cells are run once.
+std::vector<GivenExperiment> each_once(std::vector<GivenExperiment> all) {
+  std::set<fs::path> outputs;
+  std::vector<GivenExperiment> once;
+  for (const GivenExperiment& given : all)
+    if (outputs.insert(given.experiment.output).second) once.push_back(given);
+  return once;
+}
+
+// The items of one call.
+class Items {
+ public:
+  Items(const ReproduceOptions& options, const std::vector<Chosen>& chosen, const fs::path& tree) : o_(options) {
+    for (const Chosen& one : chosen) {
+      items_.push_back(one);
+      reproductions_.emplace_back(o_, one, tree);
+    }
+  }
+
+  int run() {
+    name_callback_at_end();
+    if (o_.run.worker) return run_experiments(each_once(experiments()), o_.run);
+    if (!o_.check && !o_.report && o_.run.spread.on != WorkersOn::nothing) return run_pool();
+    int code = 0;
+    for (std::size_t i = 0; i < items_.size(); ++i) {
+      with_needs(i, [&] { code = std::max(code, run_one(i)); });
+      if (stop::requested()) break;
+    }
+    return code;
+  }
+
+ private:
+  // Says what the item needs where something is missing.
+  template <class Body>
+  void with_needs(std::size_t i, Body body) const {
+    try {
+      body();
+    } catch (const Error&) {
+      if (const papers::Item& item = *items_[i].item; !o_.small && !item.needs.empty())
+        log::info(fmt::format("{} needs {}{}", items_[i].name(), join(item.needs, "; "),
+                              item.small.empty() ? "" : ". --small does without"));
+      throw;
+    }
+  }
+
+  int run_one(std::size_t i) const {
+    const Reproduction& one = reproductions_[i];
+    int code = 0;
+    if (o_.check) return one.check(), 0;
+    if (!o_.report) {
+      code = one.profiles();
+      if (stop::requested()) return code;
+      one.check();
+      for (const GivenExperiment& given : one.experiments()) {
+        if (stop::requested()) return code;
+        log::info(fmt::format("{}: {}", items_[i].name(), given.experiment.file.string()));
+        code = std::max(code, run_experiments({given}, o_.run));
+      }
+      if (stop::requested()) return code;
+    }
+    show(one);
+    return code;
+  }
+
+  // Workers run the cells of all items, so that none is idle while an item has cells left.
+  int run_pool() const {
+    int code = 0;
+    for (std::size_t i = 0; i < items_.size() && !stop::requested(); ++i)
+      with_needs(i, [&] { code = std::max(code, reproductions_[i].profiles()); });
+    if (stop::requested()) return code;
+    for (std::size_t i = 0; i < items_.size(); ++i) with_needs(i, [&] { reproductions_[i].check(); });
+    if (const auto all = each_once(experiments()); !all.empty()) code = std::max(code, run_experiments(all, o_.run));
+    if (stop::requested()) return code;
+    for (const Reproduction& one : reproductions_) show(one);
+    return code;
+  }
+
+  std::vector<GivenExperiment> experiments() const {
+    std::vector<GivenExperiment> all;
+    for (const Reproduction& one : reproductions_)
+      for (const GivenExperiment& given : one.experiments()) all.push_back(given);
+    return all;
+  }
+
+  void show(const Reproduction& one) const {
+    if (o_.report || !o_.quiet) fmt::print("{}", one.text());
+  }
+
+  const ReproduceOptions& o_;
+  std::vector<Chosen> items_;
+  std::vector<Reproduction> reproductions_;
+};
+
 }  // namespace
 
 int reproduce(const ReproduceOptions& o) {
@@ -273,27 +346,7 @@ int reproduce(const ReproduceOptions& o) {
     throw Error(Errc::config, "got --adapter, wanted --model beside it", where);
   std::vector<Chosen> chosen;
   for (const std::string& name : o.items) chosen.push_back(choose(all, name));
-  std::vector<Reproduction> reproductions;
-  for (const Chosen& one : chosen) reproductions.emplace_back(o, one, tree);
-  int code = 0;
-  for (std::size_t i = 0; i < chosen.size(); ++i) {
-    try {
-      name_callback_at_end();
-      if (o.check) {
-        reproductions[i].check();
-        continue;
-      }
-      if (!o.report) code = std::max(code, reproductions[i].run());
-      if (!o.report && stop::requested()) return code;
-      if (o.report || !o.quiet) fmt::print("{}", reproductions[i].text());
-    } catch (const Error&) {
-      if (const papers::Item& item = *chosen[i].item; !o.small && !item.needs.empty())
-        log::info(fmt::format("{} needs {}{}", chosen[i].name(), join(item.needs, "; "),
-                              item.small.empty() ? "" : ". --small does without"));
-      throw;
-    }
-  }
-  return code;
+  return Items(o, chosen, tree).run();
 }
 
 }  // namespace kvlab

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "run/workers.hpp"
+#include "run/runner.hpp"
 
 namespace kvlab {
 
@@ -15,15 +15,13 @@ struct ReproduceOptions {
   bool small = false;   // the experiments that need no more than what is at hand
   bool check = false;   // run nothing
   bool report = false;  // run nothing, show what there is
-  bool fresh = false, quiet = false;
-  std::string command;  // as typed
-  Spread spread = {};   // the workers that run the cells of each experiment
-  // `kvlab run` and the options of messages: the begin and the end of a worker's command.
-  std::vector<std::string> worker_begin = {}, worker_end = {};
+  bool quiet = false;
+  RunOptions run = {};  // of every experiment
 };
 
-// Runs each item's experiments and prints our values beside the published ones. Returns 0, or 1 when a cell failed. An
-// unknown item is Errc::config. Errors of experiments pass through, after a line with what the item needs.
+// Runs each item's experiments and prints our values beside the published ones. Workers run the cells of all items in
+// one pool. Returns 0, or 1 when a cell failed. An unknown item is Errc::config. Errors of experiments pass through,
+// after a line with what the item needs.
 int reproduce(const ReproduceOptions& options);
 
 }  // namespace kvlab

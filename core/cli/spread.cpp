@@ -18,6 +18,7 @@ void SpreadWords::add_starters_to(CLI::App* command) {
       ->check(CLI::IsMember({"mpi", "slurm"}));
   command->add_option("--mpi-args", mpi_args_, "words for mpirun, e.g. '--hostfile hosts'");
   command->add_option("--slurm-args", slurm_args_, "options of sbatch, e.g. '--gres=gpu:1 --time=2:00:00'");
+  command->add_option("--worker-of", worker_of_, "what --jobs and --on start")->group("");
 }
 
 void SpreadWords::add_to(CLI::App* run) {
@@ -26,7 +27,6 @@ void SpreadWords::add_to(CLI::App* run) {
   run->add_flag("--worker", worker_,
                 "be a worker: run the cells that no other worker runs, make no result file; the same command without "
                 "this makes it");
-  run->add_option("--worker-of", worker_of_, "what --jobs and --on start")->group("");
 }
 
 void SpreadWords::apply(RunOptions& options, const std::vector<std::string>& typed) const {

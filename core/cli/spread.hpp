@@ -14,10 +14,9 @@ class SpreadWords {
   void add_starters_to(CLI::App* command);  // of those, the ones that start workers and wait for them
   // typed: the words of the command. Errc::config where options do not fit together.
   void apply(RunOptions& options, const std::vector<std::string>& typed) const;
-  // The workers that are asked for, but for their command. Errc::config where options do not fit together.
-  Spread spread() const;
 
  private:
+  Spread spread() const;  // the workers that are asked for, but for their command
   int jobs_ = 0;
   bool no_wait_ = false, worker_ = false;
   std::string on_, slurm_args_, mpi_args_, worker_of_;

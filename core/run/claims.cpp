@@ -218,18 +218,24 @@ bool any_held(const std::string& folder) {
   });
 }
 
-bool runs_beside(const std::string& folder, const std::string& id) {
-  const auto all = claims_in(folder);
-  return std::any_of(all.begin(), all.end(), [&](const ClaimSeen& c) { return c.id != id && lives(c.owner); });
+bool runs_beside(const std::vector<std::string>& folders, const std::string& id) {
+  for (const std::string& folder : folders)
+    for (const ClaimSeen& c : claims_in(folder))
+      if ((c.id != id || folder != folders.front()) && lives(c.owner)) return true;
+  return false;
 }
 
-Neighbours::Neighbours(std::string folder, std::string id)
-    : folder_(std::move(folder)), id_(std::move(id)), events_(::inotify_init1(IN_NONBLOCK | IN_CLOEXEC)) {
-  if (events_ >= 0) ::inotify_add_watch(events_, folder_.c_str(), IN_CREATE | IN_MODIFY);
-  seen_ = runs_beside(folder_, id_);
+Neighbours::Neighbours(std::vector<std::string> folders, std::string id)
+    : folders_(std::move(folders)), id_(std::move(id)), events_(::inotify_init1(IN_NONBLOCK | IN_CLOEXEC)) {
+  for (const std::string& folder : folders_) {
+    if (events_ < 0) break;
+    const int watch = ::inotify_add_watch(events_, folder.c_str(), IN_CREATE | IN_MODIFY);
+    if (&folder == &folders_.front()) first_ = watch;
+  }
+  seen_ = runs_beside(folders_, id_);
 }
 
-bool Neighbours::any() { return seen_ = seen_ || claimed_meanwhile() || runs_beside(folder_, id_); }
+bool Neighbours::any() { return seen_ = seen_ || claimed_meanwhile() || runs_beside(folders_, id_); }
 
 bool Neighbours::claimed_meanwhile() const {
   alignas(inotify_event) char bytes[16 * 1024];
@@ -238,7 +244,7 @@ bool Neighbours::claimed_meanwhile() const {
       const auto* event = reinterpret_cast<const inotify_event*>(at);
       if (event->mask & IN_Q_OVERFLOW) return true;  // so many files were not written by this process
       const fs::path name = event->len ? event->name : "";
-      if (name.extension() == ending && name.stem() != id_) return true;
+      if (name.extension() == ending && (name.stem() != id_ || event->wd != first_)) return true;
       at += sizeof *event + event->len;
     }
   }

@@ -73,22 +73,25 @@ int forget_ended(const std::string& folder);
 // Whether there is a claim whose owner lives, on whatever machine.
 bool any_held(const std::string& folder);
 
-// Whether a process of this machine runs another cell than `id` now.
-bool runs_beside(const std::string& folder, const std::string& id);
+// Whether a process of this machine runs another cell than `id` of the first folder now. folders: of all outputs whose
+// workers are looked at; two outputs may have cells of one id.
+bool runs_beside(const std::vector<std::string>& folders, const std::string& id);
 
-// Whether a process of this machine has run another cell than `id` since this object was made, however shortly. The
+// Whether a process of this machine has run another cell than that since this object was made, however shortly. The
 // kernel notes claims that such processes write (inotify), so nothing has to look meanwhile. Where it takes no more
 // watches, only cells that run at the begin and at the end are seen.
 class Neighbours {
  public:
-  Neighbours(std::string folder, std::string id);
+  Neighbours(std::vector<std::string> folders, std::string id);
   bool any();
 
  private:
   bool claimed_meanwhile() const;
 
-  std::string folder_, id_;
+  std::vector<std::string> folders_;
+  std::string id_;
   Descriptor events_;
+  int first_ = -1;  // the kernel's number for the first folder
   bool seen_;
 };
 

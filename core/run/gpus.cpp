@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <kvlab/error.hpp>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <sstream>
@@ -69,8 +70,13 @@ Claim claim_gpu(const std::string& uuid, const std::string& folder) {
   return std::move(*claim);
 }
 
-std::optional<Claim> claim_gpu(const Experiment& e, const std::string& folder, bool strict) {
-  const std::string uuid = e.backend == "cuda" && measures_times(e) ? gpu_uuid() : "";
+bool time_on_gpu(const std::vector<Experiment>& all) {
+  return std::any_of(all.begin(), all.end(),
+                     [](const Experiment& e) { return e.backend == "cuda" && measures_times(e); });
+}
+
+std::optional<Claim> claim_own_gpu(const std::string& folder, bool strict) {
+  const std::string uuid = gpu_uuid();
   if (uuid.empty()) return std::nullopt;
   try {
     return claim_gpu(uuid, folder);

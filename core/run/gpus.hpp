@@ -17,10 +17,12 @@ std::string gpu_uuid();
 
 bool measures_times(const Experiment& e);
 
-// Claims this process's GPU while it measures times. Errc::config where another process of this output holds it. Slurm
-// and people may give one GPU to two workers. Nothing where there is no GPU, or no locks and not strict. folder:
-// OUT.parts.
-std::optional<Claim> claim_gpu(const Experiment& e, const std::string& folder, bool strict);
+// Whether any of them measures times on a GPU. Their workers then do not share one.
+bool time_on_gpu(const std::vector<Experiment>& all);
+
+// Claims this process's GPU. Errc::config where another process holds it: Slurm and people may give one GPU to two
+// workers. Nothing where there is no GPU, or no locks and not strict. folder: OUT.parts of the pool's first experiment.
+std::optional<Claim> claim_own_gpu(const std::string& folder, bool strict);
 std::string gpus_folder(const std::string& folder);  // of these claims
 // The same with the GPU's name given, for tests.
 Claim claim_gpu(const std::string& uuid, const std::string& folder);

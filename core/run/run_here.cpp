@@ -57,9 +57,9 @@ void ModelInUse::need(std::size_t model) {
   model_ = model;
 }
 
-CellResult run_here(const CellInput& in, ModelInUse& models, const std::string& folder) {
+CellResult run_here(const CellInput& in, ModelInUse& models, const std::vector<std::string>& folders) {
   std::optional<Neighbours> neighbours;
-  if (may_be_lengthened(in)) neighbours.emplace(folder, in.cell->id);
+  if (may_be_lengthened(in)) neighbours.emplace(folders, in.cell->id);
   CellResult result = run_alone(in, models);
   results::SummaryRow& row = result.summary;
   const bool timed = row.status == "ok" && row.threads > 0;  // an oracle is not

@@ -3,6 +3,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/finite.hpp"
 #include "result/results.hpp"
@@ -31,8 +32,8 @@ class ModelInUse {
 };
 
 // Loads the cell's model and runs the cell. Its times are labelled where another process of this machine ran a cell of
-// the same output meanwhile. folder: OUT.parts.
-results::CellResult run_here(const CellInput& in, ModelInUse& models, const std::string& folder);
+// these outputs meanwhile. folders: their OUT.parts.
+results::CellResult run_here(const CellInput& in, ModelInUse& models, const std::vector<std::string>& folders);
 
 // Writes the cell's part; CannotGoOn where that fails.
 void put_on_disk(const std::string& out, const results::CellResult& result, const results::RunInfo& info);

@@ -22,7 +22,7 @@ struct RunOptions {
   std::vector<std::string> isolate = {};
   Spread spread = {};  // the workers that run the cells
   // This process is a worker: it runs the cells that it can claim, and makes no result file. worker_of: what the run
-  // that started it said; "" = somebody started it by hand.
+  // that started it said, of each experiment; "" = somebody started it by hand.
   bool worker = false;
   std::string worker_of = {};
 };
@@ -30,6 +30,15 @@ struct RunOptions {
 // Returns exit code 0, or 1 when a cell failed or did not fit, or a result could not be written. Throws before the
 // first cell for any error in YAML, model, plugin or data, and then writes nothing.
 int run_experiment(const Experiment& experiment, const PluginCatalog& catalog, const RunOptions& options);
+
+// An experiment with the plugins that it names.
+struct GivenExperiment {
+  const Experiment& experiment;
+  const PluginCatalog& catalog;
+};
+// The same for several, one after the other. With options.spread the same workers run the cells of all of them, and
+// nothing is written before all are checked.
+int run_experiments(const std::vector<GivenExperiment>& all, const RunOptions& options);
 
 // The work of that process: it runs the cell, writes its part and reports to the run (run/isolated.hpp). The run holds
 // the output and makes the result file.

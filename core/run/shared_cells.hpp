@@ -9,7 +9,6 @@
 
 #include "experiment/experiment.hpp"
 #include "run/claims.hpp"
-#include "run/workers.hpp"
 
 namespace kvlab {
 
@@ -40,18 +39,5 @@ class SharedCells {
   std::map<std::string, std::string> first_;  // of the parts at the start: inode and time
   std::map<std::string, std::string> old_;    // of the parts that do not count
 };
-
-// What a run hears of its workers.
-class WorkersHeard {
- public:
-  virtual ~WorkersHeard() = default;
-  virtual void finished(const Cell& cell) = 0;                              // its part is there
-  virtual void waiting(std::size_t running, const std::string& where) = 0;  // several times a second
-};
-
-// Lets workers run the cells, until all parts are there, no worker is left, or a signal has stopped the workers. Where
-// workers ended while they ran a cell, others take their place. Returns the cells without a part.
-std::vector<const Cell*> run_by_workers(const Spread& spread, const Experiment& e, const std::string& cells_hash,
-                                        std::vector<const Cell*> left, const SharedCells& shared, WorkersHeard& heard);
 
 }  // namespace kvlab

@@ -55,7 +55,7 @@ constexpr std::size_t longest_array = 1000;
 
 class Slurm final : public Workers {
  public:
-  Slurm(const Spread& spread, const WorkerOf& of, const std::vector<std::string>& words, std::size_t cells,
+  Slurm(const Spread& spread, const std::string& of, const std::vector<std::string>& words, std::size_t cells,
         const std::string& folder)
       : folder_(folder) {
     if (go_on(of)) return;
@@ -72,7 +72,7 @@ class Slurm final : public Workers {
     for (std::string line; std::getline(lines, line);)
       if (!line.empty()) job_ = line.substr(0, line.find(';'));
     if (!is_number(job_)) throw CannotStart(said_by(end, "sbatch") + ", wanted a job's number");
-    write_text(job_file(), job_ + " " + of.word() + "\n");
+    write_text(job_file(), job_ + " " + of + "\n");
     log::info(fmt::format("job {} of Slurm: {} {}", job_, count, count == 1 ? "worker" : "workers"));
   }
   // Asks every few seconds: squeue is work for Slurm's controller.
@@ -110,10 +110,10 @@ class Slurm final : public Workers {
 
   // Waits for the job of a run that did not wait, or that was killed, if its workers run the same cells. A controller
   // that does not answer has not forgotten the job.
-  bool go_on(const WorkerOf& of) {
+  bool go_on(const std::string& of) {
     std::ifstream in(job_file());
     std::string job, word;
-    if (!(in >> job >> word) || word != of.word() || !is_number(job) || state_of(job) == State::gone) return false;
+    if (!(in >> job >> word) || word != of || !is_number(job) || state_of(job) == State::gone) return false;
     job_ = job;
     log::info(fmt::format("job {} of Slurm, which an earlier run submitted, is not over", job_));
     return true;
@@ -135,7 +135,7 @@ class Slurm final : public Workers {
 
 }  // namespace
 
-std::unique_ptr<Workers> start_slurm(const Spread& spread, const WorkerOf& of, const std::vector<std::string>& words,
+std::unique_ptr<Workers> start_slurm(const Spread& spread, const std::string& of, const std::vector<std::string>& words,
                                      std::size_t cells, const std::string& folder) {
   return std::make_unique<Slurm>(spread, of, words, cells, folder);
 }

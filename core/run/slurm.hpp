@@ -9,9 +9,9 @@
 
 namespace kvlab {
 
-// Submits the job, or waits for the one that an earlier run submitted for the same cells. words: a worker's command.
-// CannotStart where sbatch refuses it or does not answer.
-std::unique_ptr<Workers> start_slurm(const Spread& spread, const WorkerOf& of, const std::vector<std::string>& words,
+// Submits the job, or waits for the one that an earlier run submitted for the same cells. of: what it tells its
+// workers. words: a worker's command. CannotStart where sbatch refuses it or does not answer.
+std::unique_ptr<Workers> start_slurm(const Spread& spread, const std::string& of, const std::vector<std::string>& words,
                                      std::size_t cells, const std::string& folder);
 
 }  // namespace kvlab

@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <sstream>
 #include <utility>
 
 #include "base/log.hpp"
@@ -31,21 +32,30 @@ namespace fs = std::filesystem;
 constexpr const char *visible = "CUDA_VISIBLE_DEVICES", *omp_threads = "OMP_NUM_THREADS";
 constexpr const char *local_rank = "OMPI_COMM_WORLD_LOCAL_RANK", *local_ranks = "OMPI_COMM_WORLD_LOCAL_SIZE";
 
+// What the experiments of a pool leave to the workers' variables.
+struct Shares {
+  bool gpus = false, cores = false;
+
+  void add(const Experiment& e) {
+    gpus |= e.backend != "cpu";
+    cores |= e.threads == 0 && !std::getenv(omp_threads);
+  }
+};
+
 // The variables of worker `index` of `count` on this machine. A machine without GPUs gives none.
-Environment share(const Experiment& e, int index, int count, bool divide_cores) {
+Environment share(const Shares& shares, int index, int count) {
   Environment set;
-  if (e.backend != "cpu")
+  if (shares.gpus)
     if (const auto gpus = gpu_names(); !gpus.empty())
       set[visible] = gpus[static_cast<std::size_t>(index) % gpus.size()];
-  if (divide_cores && e.threads == 0 && !std::getenv(omp_threads))
-    set[omp_threads] = std::to_string(std::max(1, usable_cores() / count));
+  if (shares.cores) set[omp_threads] = std::to_string(std::max(1, usable_cores() / count));
   return set;
 }
 
 // The words of a worker: `kvlab run --worker-of X ...`.
-std::vector<std::string> worker_words(const Spread& spread, const WorkerOf& of) {
+std::vector<std::string> worker_words(const Spread& spread, const std::string& of) {
   std::vector<std::string> words = spread.command;
-  words.insert(words.begin() + 2, {"--worker-of", of.word()});
+  words.insert(words.begin() + 2, {"--worker-of", of});
   return words;
 }
 
@@ -55,7 +65,7 @@ std::string own_program() {
 }
 
 // The same words for another process's command line.
-std::vector<std::string> started_elsewhere(const Spread& spread, const WorkerOf& of) {
+std::vector<std::string> started_elsewhere(const Spread& spread, const std::string& of) {
   std::vector<std::string> words = worker_words(spread, of);
   words.front() = own_program();
   return words;
@@ -63,9 +73,14 @@ std::vector<std::string> started_elsewhere(const Spread& spread, const WorkerOf&
 
 class Here final : public Workers {
  public:
-  Here(const Spread& spread, const Experiment& e, const WorkerOf& of, int count, std::string folder)
-      : words_(worker_words(spread, of)), folder_(std::move(folder)) {
-    for (int i = 0; i < count; ++i) all_.push_back({share(e, i, count, true), -1});
+  Here(const Spread& spread, const std::string& of, const std::vector<Pooled>& all, int count)
+      : words_(worker_words(spread, of)) {
+    Shares shares;
+    for (const Pooled& one : all) {
+      shares.add(*one.experiment);
+      folders_.push_back(one.folder);
+    }
+    for (int i = 0; i < count; ++i) all_.push_back({share(shares, i, count), -1});
     for (Worker& worker : all_) start(worker);
   }
   ~Here() override {
@@ -104,27 +119,30 @@ class Here final : public Workers {
     if (stopping_) return;
     const std::string how = end.signal ? fmt::format("signal {} ({})", end.signal, strsignal(end.signal))
                                        : fmt::format("exit code {}", end.code);
-    const auto claims = claims_in(folder_);
-    const auto held = std::find_if(claims.begin(), claims.end(), [&](const ClaimSeen& c) {
-      return c.owner.process == process && c.owner.host == host_name() && !lives(c.owner);
-    });
-    if (held != claims.end()) {
-      log::warn(fmt::format("got {} for a worker (process {}) in cell {}; another one takes its place", how, process,
-                            held->id));
+    if (const std::string cell = cell_of(process); !cell.empty()) {
+      log::warn(
+          fmt::format("got {} for a worker (process {}) in cell {}; another one takes its place", how, process, cell));
       start(worker);
     } else if (end.signal) {
       log::error(fmt::format("got {} for a worker (process {}) outside of a cell", how, process));
     }
   }
 
-  std::vector<std::string> words_;
-  std::string folder_;
+  // The cell that a process held when it ended. "" = none.
+  std::string cell_of(long process) const {
+    for (const std::string& folder : folders_)
+      for (const ClaimSeen& c : claims_in(folder))
+        if (c.owner.process == process && c.owner.host == host_name() && !lives(c.owner)) return c.id;
+    return "";
+  }
+
+  std::vector<std::string> words_, folders_;
   std::vector<Worker> all_;
   bool stopping_ = false;
 };
 
 // mpirun ends all ranks when one of them ends badly. A rank is therefore a shell that ends well.
-std::string mpi_script(const Spread& spread, const WorkerOf& of) {
+std::string mpi_script(const Spread& spread, const std::string& of) {
   const std::string count = spread.jobs > 0 ? fmt::format(" -n {}", spread.jobs) : "";
   const std::string args = spread.mpi_args.empty() ? "" : " " + spread.mpi_args;
   return fmt::format("#!/bin/sh\nexec mpirun{} --bind-to none{} sh -c '\"$@\"; exit 0' worker {}\n", count, args,
@@ -133,7 +151,7 @@ std::string mpi_script(const Spread& spread, const WorkerOf& of) {
 
 class Mpi final : public Workers {
  public:
-  Mpi(const Spread& spread, const WorkerOf& of, const std::string& folder) {
+  Mpi(const Spread& spread, const std::string& of, const std::string& folder) {
     const std::string script = folder + "/mpi.sh";
     write_text(script, mpi_script(spread, of));
     process_ = start_program({"sh", script}, {.at_our_end = SIGTERM});  // mpirun then ends its ranks
@@ -182,6 +200,19 @@ WorkerOf WorkerOf::parse(const std::string& word) {
   return {word.substr(0, first), word.substr(first + 1, second - first - 1), word.substr(second + 1)};
 }
 
+std::string pool_word(const std::vector<WorkerOf>& all) {
+  std::string text;
+  for (const WorkerOf& of : all) text += (text.empty() ? "" : "+") + of.word();
+  return text;
+}
+
+std::vector<std::string> words_of_pool(const std::string& word) {
+  std::vector<std::string> words;
+  std::istringstream in(word);
+  for (std::string one; std::getline(in, one, '+');) words.push_back(one);
+  return words;
+}
+
 Experiment as_run_says(Experiment e, const std::string& worker_of) {
   if (worker_of.empty()) return e;
   e.backend = WorkerOf::parse(worker_of).backend;
@@ -215,13 +246,18 @@ void check_beside(const Experiment& e, int count, int cores, const std::string& 
       option);
 }
 
-void place_rank(const Experiment& e) {
+void place_rank(const std::vector<Experiment>& all) {
   const char *rank = std::getenv(local_rank), *ranks = std::getenv(local_ranks);
   if (!rank || !ranks) return;
   const int count = std::max(1, std::atoi(ranks));
   const bool bound = std::getenv("OMPI_MCA_orte_bound_at_launch") != nullptr;  // its cores are its own already
-  check_beside(e, count, bound ? count * usable_cores() : usable_cores(), "mpirun");
-  for (const auto& [name, value] : share(e, std::atoi(rank), count, !bound)) setenv(name.c_str(), value.c_str(), 1);
+  Shares shares;
+  for (const Experiment& e : all) {
+    check_beside(e, count, bound ? count * usable_cores() : usable_cores(), "mpirun");
+    shares.add(e);
+  }
+  shares.cores &= !bound;
+  for (const auto& [name, value] : share(shares, std::atoi(rank), count)) setenv(name.c_str(), value.c_str(), 1);
   unsetenv(local_rank);  // the process that follows is placed
   std::ifstream in("/proc/self/cmdline", std::ios::binary);
   const std::string line{std::istreambuf_iterator<char>(in), {}};
@@ -234,16 +270,20 @@ void place_rank(const Experiment& e) {
   throw Error(Errc::io, fmt::format("got '{}', wanted to start kvlab again", std::strerror(errno)), "mpirun");
 }
 
-std::unique_ptr<Workers> start_workers(const Spread& spread, const Experiment& e, const std::string& cells_hash,
-                                       std::size_t cells, const std::string& folder) {
-  const auto of = [&](const char* engine) { return WorkerOf{engine, e.backend, cells_hash}; };
+std::unique_ptr<Workers> start_workers(const Spread& spread, const std::vector<Pooled>& all, std::size_t cells) {
+  const auto of = [&](const char* engine) {
+    std::vector<WorkerOf> words;
+    for (const Pooled& one : all) words.push_back({engine, one.experiment->backend, one.cells_hash});
+    return pool_word(words);
+  };
+  const std::string& folder = all.front().folder;
   switch (spread.on) {
     case WorkersOn::mpi: return std::make_unique<Mpi>(spread, of("mpi"), folder);
     case WorkersOn::slurm:
       return start_slurm(spread, of("slurm"), started_elsewhere(spread, of("slurm")), cells, folder);
     default: {
       const int count = static_cast<int>(std::min<std::size_t>(static_cast<std::size_t>(spread.jobs), cells));
-      return std::make_unique<Here>(spread, e, of("here"), count, folder);
+      return std::make_unique<Here>(spread, of("here"), all, count);
     }
   }
 }

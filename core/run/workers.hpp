@@ -20,7 +20,8 @@ struct Spread {
   int jobs = 0;      // workers; 0 = not said
   bool wait = true;  // for a batch job's end
   std::string mpi_args, slurm_args;
-  std::vector<std::string> command;  // `kvlab run ...`; a worker gets `--worker-of ...` behind the first two words
+  std::vector<std::string> command;  // `kvlab run ...` or `kvlab reproduce ...`; a worker gets `--worker-of ...` behind
+                                     // the first two words
 };
 // Errc::config where these workers cannot be started here, or would lengthen times that are measured. A run asks before
 // it writes anything.
@@ -33,6 +34,10 @@ struct WorkerOf {
   std::string word() const { return engine + ":" + backend + ":" + cells; }
   static WorkerOf parse(const std::string& word);  // Errc::config
 };
+// The words of a pool's experiments as one word, and apart.
+std::string pool_word(const std::vector<WorkerOf>& all);
+std::vector<std::string> words_of_pool(const std::string& word);
+
 // The device of a worker is that of its run: a cell of another device is another cell. worker_of: a word(), or "".
 Experiment as_run_says(Experiment e, const std::string& worker_of);
 std::string hash_of(const std::vector<Cell>& cells);
@@ -42,8 +47,8 @@ std::string hash_of(const std::vector<Cell>& cells);
 void check_beside(const Experiment& e, int count, int cores, const std::string& option);
 
 // Gives a rank of mpirun its GPU and its share of the machine's cores: kvlab starts itself again with them. Returns in
-// every other process. Call it before CUDA is used.
-void place_rank(const Experiment& e);
+// every other process. Call it before CUDA is used. all: what the rank will run.
+void place_rank(const std::vector<Experiment>& all);
 
 // What the user gave starts no worker.
 class CannotStart final : public Error {
@@ -62,9 +67,14 @@ class Workers {
   virtual std::string messages() const = 0;  // where they are; "" = among this process's
 };
 
-// folder: OUT.parts; it takes scripts and messages. cells: how many are left to run. CannotStart where Slurm refuses
-// the job.
-std::unique_ptr<Workers> start_workers(const Spread& spread, const Experiment& e, const std::string& cells_hash,
-                                       std::size_t cells, const std::string& folder);
+// An experiment as its workers need to know it. folder: OUT.parts.
+struct Pooled {
+  const Experiment* experiment;
+  std::string cells_hash, folder;
+};
+
+// all: what the workers run; the first one's folder takes scripts and messages. cells: how many are left to run.
+// CannotStart where Slurm refuses the job.
+std::unique_ptr<Workers> start_workers(const Spread& spread, const std::vector<Pooled>& all, std::size_t cells);
 
 }  // namespace kvlab

@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <map>
 
 #include "result/results.hpp"
 #include "support/child.hpp"
@@ -54,9 +55,26 @@ TEST_CASE("reproduce runs an item's experiments and sets the published values be
   CHECK_THAT(csv.said, !Contains(",not run"));
 }
 
-TEST_CASE("reproduce --jobs 2: two workers run the cells of every experiment, each once") {
+namespace {
+
+// Lines of a log that have the text.
+int lines_with(const std::string& log, const std::string& text) {
+  std::ifstream in(log);
+  int count = 0;
+  for (std::string line; std::getline(in, line);) count += line.find(text) != line.npos;
+  return count;
+}
+
+}  // namespace
+
+TEST_CASE("reproduce --jobs 2: the same two workers run the cells of every experiment, each once") {
   const test::Folder folder;
-  std::vector<std::string> words{"reproduce", "freekv/figure7", "--model", "synthetic/tiny", "--jobs", "2"};
+  // An item that is named twice is run once.
+  const std::vector<std::string> items = GENERATE(std::vector<std::string>{"freekv/figure7"},
+                                                  std::vector<std::string>{"freekv/figure7", "freekv/figure7"});
+  std::vector<std::string> words{"reproduce"};
+  words.insert(words.end(), items.begin(), items.end());
+  words.insert(words.end(), {"--model", "synthetic/tiny", "--jobs", "2"});
   for (const char* set : {"backend=cpu", "threads=1", "metrics=[score]",
                           "tasks=[{random_prompts: {prompt: [64, 100], samples: 1, answer: 4}}]"})
     words.insert(words.end(), {"--set", set});
@@ -70,18 +88,46 @@ TEST_CASE("reproduce --jobs 2: two workers run the cells of every experiment, ea
     if (const std::size_t to = line.find(": written to "); to != line.npos) ++written[line.substr(to)];
   std::size_t cells = 0, files = 0;
   for (const auto& entry : std::filesystem::directory_iterator(folder / "out")) {
-    if (entry.path().extension() != ".h5") continue;
+    if (entry.path().extension() != ".h5") {
+      for (const auto& left : std::filesystem::directory_iterator(entry)) CHECK(left.path().extension() == ".h5");
+      continue;
+    }
     const results::Summary summary = results::read_summary(entry.path().string());
     CHECK(summary.info.command.find("kvlab reproduce freekv/figure7") == 0);
-    const std::string all = std::to_string(summary.rows.size());
-    CHECK_THAT(ran.said, Contains("[" + all + "/" + all + "] random_prompts"));
+    CHECK_THAT(summary.info.command, Contains("--jobs 2"));
     for (const results::SummaryRow& row : summary.rows) CHECK(row.status == "ok");
+    const std::string stem = entry.path().stem().string().substr(std::string("freekv-").size());
+    CHECK_THAT(ran.said, Contains("] " + stem + ": random_prompts"));
     cells += summary.rows.size();
     ++files;
   }
   CHECK(files == 4);  // that the paper's file names
   CHECK(written.size() == cells);
   for (const auto& [part, times] : written) CHECK(times == 1);
+  CHECK_THAT(ran.said, Contains("[" + std::to_string(cells) + "/" + std::to_string(cells) + "] "));
+  CHECK(lines_with(folder / "log", "): kvlab reproduce freekv/figure7") == 3);  // this process and two workers
+
+  const Ended again = run_kvlab(words);
+  CHECK(again.code == 0);
+  CHECK_THAT(again.said, Contains("cells were finished already"));
+  CHECK(lines_with(folder / "log", ": written to ") == static_cast<int>(cells));
+}
+
+TEST_CASE("a worker of reproduce refuses cells that are not those of its run") {
+  const test::Folder folder;
+  std::vector<std::string> words{"reproduce", "--worker-of",    "",   "freekv/figure7",
+                                 "--model",   "synthetic/tiny", "-o", folder / "out"};
+  for (const char* set : {"backend=cpu", "metrics=[score]", "tasks=[{random_prompts: {prompt: 64, answer: 4}}]"})
+    words.insert(words.end(), {"--set", set});
+  words[2] = "here:cpu:01";
+  const Ended other = run_kvlab(words);
+  CHECK(other.code == 2);
+  CHECK_THAT(other.said, Contains("got 1 experiments from the run that started this worker, wanted 4"));
+  words[2] = "mpi:cpu:01+mpi:cpu:02+mpi:cpu:03+mpi:cpu:04";
+  const Ended cells = run_kvlab(words);
+  CHECK(cells.code == 2);
+  CHECK_THAT(cells.said, Contains("got other cells than the run that started this worker"));
+  CHECK_FALSE(std::filesystem::exists(folder / "out"));
 }
 
 TEST_CASE("reproduce --jobs is refused for every experiment that measures times before one is run") {

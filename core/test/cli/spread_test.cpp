@@ -34,10 +34,11 @@ const char* slow_cells =
     "metrics: [score]\nbackend: cpu\nthreads: 1\n";
 constexpr std::size_t slow = 6;
 
-Ended run(const Folder& folder, const char* experiment, const std::string& out, const Words& more = {}) {
+Ended run(const Folder& folder, const char* experiment, const std::string& out, const Words& more = {},
+          const std::function<void()>& setup = {}) {
   Words words{"run", folder.write("e.yaml", experiment), "-o", folder / out};
   words.insert(words.end(), more.begin(), more.end());
-  return test::run_kvlab(words);
+  return test::run_kvlab(words, setup);
 }
 
 template <class Row>
@@ -330,6 +331,25 @@ TEST_CASE("--on slurm: sbatch that hangs or refuses ends the run with 2, and not
   CHECK_THAT(ended.said, Catch::Contains(says));
   CHECK_FALSE(std::filesystem::exists(folder / "out.h5"));
   CHECK_FALSE(std::filesystem::exists(folder / "out.h5.parts"));
+}
+
+TEST_CASE("--on slurm: a later sbatch that is refused ends the run with 1: a worker ran a cell") {
+  const Folder folder;
+  const std::string library = (test::build_root() / "lib" / "bad_plugins" / "libmisbehaving.so").string();
+  const std::string experiment =
+      "model: {synthetic: tiny}\nplugin_path: " + library +
+      "\ntasks: [random_prompts: {prompt: 40, answer: 4, samples: 1}]\n"
+      "metrics: [score]\nbackend: cpu\nthreads: 1\npage_size: 4\npolicies:\n"
+      "  - {name: bad, scorer: {bad_scorer: {in: score, deed: _exit}}, budget: {tokens: 16}}\n";
+  const std::string once = folder / "once", over = folder / "over";
+  const FakeSlurm slurm("test -e " + once + " && { echo 'no such partition' >&2; exit 1; }\ntouch " + once +
+                            "\nfor script; do :; done\n(sh \"$script\"; touch " + over + ") >/dev/null 2>&1 & echo 7",
+                        "test -e " + over + " || echo RUNNING", "exit 0");
+  const Ended ended = run(folder, experiment.c_str(), "out.h5", {"--on", "slurm", "--jobs", "1"}, slurm.setup());
+  INFO(ended.said);
+  CHECK(ended.code == 1);
+  CHECK_THAT(ended.said, Catch::Contains("the run stops here: ") &&
+                             Catch::Contains("got 'no such partition' of sbatch, wanted a job"));
 }
 
 TEST_CASE("--on slurm: with all cells there a run ends, though squeue and scancel hang") {

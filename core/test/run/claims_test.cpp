@@ -182,38 +182,54 @@ TEST_CASE("claims: a file of another program stays, and the error names it") {
 
 TEST_CASE("claims: a process runs beside a cell while it lives and holds another one") {
   const TemporaryFolder folder;
-  CHECK_FALSE(runs_beside(folder / ".", "a"));
+  CHECK_FALSE(runs_beside({folder / "."}, "a"));
   const auto own = Claim::take(folder / ".", "a");
-  CHECK_FALSE(runs_beside(folder / ".", "a"));
+  CHECK_FALSE(runs_beside({folder / "."}, "a"));
   Holder other(folder / ".", "b");
-  CHECK(runs_beside(folder / ".", "a"));
+  CHECK(runs_beside({folder / "."}, "a"));
   other.kill_it();
-  CHECK_FALSE(runs_beside(folder / ".", "a"));
+  CHECK_FALSE(runs_beside({folder / "."}, "a"));
 }
 
 TEST_CASE("claims: a neighbour that began and ended between two looks was there, too") {
   const TemporaryFolder folder;
   const auto own = Claim::take(folder / ".", "a");
-  Neighbours alone(folder / ".", "a");
+  Neighbours alone({folder / "."}, "a");
   std::ofstream(folder / "a.h5") << "a part";
   claim_gpu("0123", folder / ".");
   CHECK_FALSE(alone.any());
   { Holder other(folder / ".", "b"); }
-  CHECK_FALSE(runs_beside(folder / ".", "a"));
+  CHECK_FALSE(runs_beside({folder / "."}, "a"));
   CHECK(alone.any());
   CHECK(alone.any());
 
-  Neighbours after(folder / ".", "a");
+  Neighbours after({folder / "."}, "a");
   CHECK_FALSE(after.any());
   Holder killed(folder / ".", "c");
   killed.kill_it();
   CHECK(after.any());
-  Neighbours taken_over(folder / ".", "a");  // the file of the killed one is there already
+  Neighbours taken_over({folder / "."}, "a");  // the file of the killed one is there already
   CHECK_FALSE(taken_over.any());
   { Holder next(folder / ".", "c"); }
   CHECK(taken_over.any());
   Holder there(folder / ".", "d");
-  CHECK(Neighbours(folder / ".", "a").any());
+  CHECK(Neighbours({folder / "."}, "a").any());
+}
+
+TEST_CASE("claims: a neighbour may run a cell of another output of the pool, also one of the same id") {
+  const TemporaryFolder folder;
+  const std::vector<std::string> pool{folder / "own", folder / "other"};
+  const auto own = Claim::take(pool[0], "a");
+  { Holder made(pool[1], "b"); }
+  Neighbours alone(pool, "a");
+  CHECK_FALSE(runs_beside(pool, "a"));
+  CHECK_FALSE(alone.any());
+  { Holder same(pool[1], "a"); }
+  CHECK(alone.any());
+  CHECK_FALSE(Neighbours({pool[0]}, "a").any());
+  Holder there(pool[1], "a");
+  CHECK(runs_beside(pool, "a"));
+  CHECK_FALSE(runs_beside({pool[0]}, "a"));
 }
 
 TEST_CASE("claims: a GPU that measures times has one worker, and a killed worker's GPU is free") {

@@ -7,6 +7,8 @@
 
 #include <kvlab/error.hpp>
 
+#include "run/gpus.hpp"
+
 using namespace kvlab;
 using Catch::Contains;
 
@@ -58,6 +60,12 @@ TEST_CASE("workers of a machine: cores of their own while times are measured on 
   CHECK_NOTHROW(check_beside(experiment("cpu", 0, Metric::memory), 9, 1, "--jobs"));
 }
 
+TEST_CASE("workers of a machine: a GPU has one worker where any experiment of the pool measures times on it") {
+  const Experiment quality = experiment("cuda", 1, Metric::score), timed = experiment("cuda", 1, Metric::latency);
+  CHECK_FALSE(time_on_gpu({quality, experiment("cpu", 1, Metric::latency)}));
+  CHECK(time_on_gpu({quality, timed}));
+}
+
 TEST_CASE("what a run tells its workers: the device that it has, and which cells they run") {
   const WorkerOf of = WorkerOf::parse("mpi:cuda:0123");
   CHECK(of.engine == "mpi");
@@ -67,6 +75,11 @@ TEST_CASE("what a run tells its workers: the device that it has, and which cells
   CHECK_THROWS_AS(WorkerOf::parse("mpi:cuda"), Error);
   CHECK(as_run_says(experiment("auto", 1, Metric::score), "here:cpu:0123").backend == "cpu");
   CHECK(as_run_says(experiment("auto", 1, Metric::score), "").backend == "auto");
+
+  const std::vector<WorkerOf> two{{"mpi", "cuda", "0123"}, {"mpi", "cpu", "4567"}};
+  CHECK(pool_word(two) == "mpi:cuda:0123+mpi:cpu:4567");
+  CHECK(words_of_pool(pool_word(two)) == std::vector<std::string>{"mpi:cuda:0123", "mpi:cpu:4567"});
+  CHECK(words_of_pool("here:cpu:0123") == std::vector<std::string>{"here:cpu:0123"});
 
   std::vector<Cell> cells(2);
   cells[0].id = "a", cells[1].id = "b";
