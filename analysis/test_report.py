@@ -401,16 +401,24 @@ class Content(WithFolder):
                 "params": json.dumps({role: {plugin: {}}, "budget": {"tokens": 64}}),
                 "budget_tokens": 64.0,
                 "score": score,
+                "labels": "oracle" * plugin.startswith("oracle"),
             }
             for name, role, plugin, score in made
         ]
-        tables = Page(report.build([write_by_hand(self.folder / "l.h5", rows)])).tables
+        page = Page(report.build([write_by_hand(self.folder / "l.h5", rows)]))
+        tables = page.tables
         found = {
             way: [(row[0], row[4]) for row in tables[f"m, t, context 64, budget 64, {way}"][1:]]
             for way in ("eviction", "selection")
         }
         self.assertEqual(found["eviction"], [("foresees 64", "100"), ("snapkv 64", "25"), ("random 64", "0")])
         self.assertEqual(found["selection"], [("oracle 64", "100"), ("quest 64", "62.5"), ("random 64", "0")])
+        self.assertRegex(page.text, r"oracle\s*keeps what the full cache's recorded answer attends to: a reference, no bound")
+        self.assertRegex(page.text, r"oracle\s*chooses by the true attention of the step that reads: a bound, never timed")
+        self.assertNotIn("knows what no method", page.text)
+        del rows[2]  # the oracle that evicts
+        page = Page(report.build([write_by_hand(self.folder / "s.h5", rows)]))
+        self.assertNotIn("a reference, no bound", page.text)
 
     def test_seeds_are_one_row_with_a_deviation(self):
         rows = [

@@ -15,12 +15,17 @@ LABELS = {
     "simulated": "times or transfers are computed, not measured",
     "injected": "the selection follows a recorded or made-up trace, not this model's attention",
     "functional": "the format is attended through a dequantized copy: bytes are measured, speed says nothing",
-    "oracle": "knows what no method can know in time: a bound, never timed",
+    "oracle": "knows what no method can know in time, never timed",
     "legacy": "keeps one cache per query head as the original code does",
     "synthetic": "random weights: times and bytes count, scores and fidelity say nothing",
     "graph": "decode steps are launched as CUDA graphs",
     "disturbed": "other processes took cores that this cell needed: its times are too long",
     "eager": "steps are launched kernel by kernel with events between their parts, which costs time",
+}
+# Of an oracle, by the way in which its policy saves (Row.way).
+ORACLES = {
+    "eviction": "keeps what the full cache's recorded answer attends to: a reference, no bound, never timed",
+    "selection": "chooses by the true attention of the step that reads: a bound, never timed",
 }
 CAUTION = {"simulated", "injected", "functional", "oracle", "legacy", "synthetic", "disturbed"}
 
@@ -97,9 +102,23 @@ class Row:
         """In the order of the first cell that has each."""
         return list(dict.fromkeys(label for text in self.good.labels for label in split_labels(text)))
 
+    @property
+    def all_labels(self):
+        """Those of failed cells, too."""
+        return list(dict.fromkeys(label for of in (self.good, self.bad) for t in of.labels for label in split_labels(t)))
+
     def caution(self, times=False):
         """The labels that make the row's marks hollow. times: `disturbed` too, which makes times too long."""
         return [label for label in self.labels if label in CAUTION and (times or label != "disturbed")]
+
+    @property
+    def way(self):
+        """How its policy saves: "eviction" or "selection"; "" where its parameters do not tell."""
+        return "eviction" if self.params.get("scorer") else "selection" if self.params.get("selector") else ""
+
+    def meaning(self, label):
+        """What a label says of this row."""
+        return ORACLES.get(self.way, LABELS["oracle"]) if label == "oracle" else LABELS.get(label, "-")
 
     @property
     def budget(self):

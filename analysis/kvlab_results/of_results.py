@@ -350,11 +350,6 @@ def _knows(row):
     return _is(row, "oracle") or _is(row, "oracle_evict")
 
 
-def _way(row):
-    """Does the row's policy evict or select? "" where its parameters do not tell."""
-    return "eviction" if row.params.get("scorer") else "selection" if row.params.get("selector") else ""
-
-
 def ladder(inputs):
     panels, shown = [], []
     for block in inputs.blocks:
@@ -364,10 +359,10 @@ def ladder(inputs):
         for budget in dict.fromkeys(row.budget for row in scored if _knows(row)):
             rungs = [row for row in scored if row.budget in (budget, "")]
             floors = [row.mean("score") for row in rungs if _is(row, "random")]
-            known = {_way(row) for row in rungs if _knows(row)}
+            known = {row.way for row in rungs if _knows(row)}
             # Each way has an oracle of its own.
             for way in ("eviction", "selection") if {"eviction", "selection"} <= known else ("",):
-                here = [row for row in rungs if not way or _is(row, "random") or _way(row) in (way, "")]
+                here = [row for row in rungs if not way or _is(row, "random") or row.way in (way, "")]
                 if floors:
                     top = max(row.mean("score") for row in here if _knows(row))
                     panels.append(_ladder_panel(inputs, block, budget, way, here, np.mean(floors), top))

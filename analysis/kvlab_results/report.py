@@ -7,7 +7,7 @@ from collections import namedtuple
 import numpy as np
 
 from kvlab_results import of_cells, of_profiles, of_results, page, style
-from kvlab_results.data import LABELS, Inputs, ReportError, title_of
+from kvlab_results.data import Inputs, ReportError, title_of
 from kvlab_results.page import Section, Table, details, escape, number
 
 # make(inputs) -> Section or None. needs: what makes it.
@@ -123,9 +123,10 @@ def _results(inputs):
         "cells of a row; with several, numbers are mean ± standard deviation. - means not measured."
     )
     section = Section("results", "Results", lead, tables=[_block_table(inputs, block) for block in inputs.blocks])
-    used = dict.fromkeys(label for text in inputs.cells.labels for label in text.replace(",", " ").split())
+    rows = [row for block in inputs.blocks for row in block.rows]
+    used = dict.fromkeys((label, row.meaning(label)) for row in rows for label in row.all_labels)
     if used:
-        items = "".join(f"<dt>{escape(n)}</dt><dd>{escape(LABELS.get(n, '-'))}</dd>" for n in used)
+        items = "".join(f"<dt>{escape(label)}</dt><dd>{escape(meaning)}</dd>" for label, meaning in used)
         section.extra += f"<h3>Labels</h3><dl>{items}</dl>\n"
     warnings = {}
     for row in inputs.cells.itertuples():

@@ -41,8 +41,6 @@ struct Step {
 };
 
 // How a row's policy keeps to its budget, where its parameters tell.
-enum class Way { unknown, evicts, selects };
-
 // One budget of a block.
 struct Ladder {
   const Block* block = nullptr;
@@ -66,11 +64,7 @@ bool is_random(const Group& group) {
   return row.policy == "random" || row.policy.ends_with(":random");
 }
 
-Way way_of(const Group& group) {
-  const nlohmann::json params = params_of(group);
-  if (!params.is_object()) return Way::unknown;
-  return params.contains("scorer") ? Way::evicts : params.contains("selector") ? Way::selects : Way::unknown;
-}
+Way way_of(const Group& group) { return way_of(group.first()); }
 
 double tokens_of(const Group& group) {
   if (group.good.empty()) return group.first().budget_tokens < 0 ? not_measured : group.first().budget_tokens;
@@ -303,7 +297,8 @@ ReportTable table_of(const Ladder& ladder, const Samples& samples, ReportPage& p
                   "place" + notes.mark(ladder.forced ? nll_note : place_note)};
   for (const Step& step : ladder.steps) {
     std::string policy = step.policy;
-    for (const std::string& label : identity_of(step.group.first())) policy += notes.mark(label_note(label));
+    for (const std::string& label : identity_of(step.group.first()))
+      policy += notes.mark(label_note(label, step.group.first()));
     for (const SummaryRow* row : step.group.bad)
       policy += notes.mark(of_one_row(fmt::format("{}: cell {}: {}", row->status, row->cell, row->error)));
     const std::string score = number(score_of(step.group));

@@ -163,7 +163,7 @@ ReportTable table_of(const Block& block, const Samples& samples, ReportPage& pag
     table.header[3] += notes.mark(interval_note);  // of the score
   for (const Group& group : block.groups) {
     std::string policy = policy_text(group, block);
-    for (const std::string& label : labels_of(group)) policy += notes.mark(label_note(label));
+    for (const std::string& label : labels_of(group)) policy += notes.mark(label_note(label, group.first()));
     for (const SummaryRow* row : group.bad)
       policy += notes.mark(of_one_row(fmt::format("{}: cell {}: {}", row->status, row->cell, row->error)));
     table.rows.push_back({policy, budget_text(group), std::to_string(group.good.size())});

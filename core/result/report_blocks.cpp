@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
 #include "base/text.hpp"
 #include "result/varying.hpp"
@@ -13,7 +14,6 @@ namespace {
 constexpr std::pair<const char*, const char*> label_meanings[] = {
     {"simulated", "times or transfers are computed, not measured"},
     {"injected", "the selection follows a recorded or made-up trace, not this model's attention"},
-    {"oracle", "knows what no method can know in time: a bound, never timed"},
     {"functional", "the format is attended through a dequantized copy: bytes are measured, speed says nothing"},
     {"legacy", "keeps one cache per query head as the original code does"},
     {"synthetic", "random weights: times and bytes count, scores and fidelity say nothing"},
@@ -21,6 +21,15 @@ constexpr std::pair<const char*, const char*> label_meanings[] = {
     {"disturbed", "other processes took cores that this cell needed: its times are too long"},
     {"eager", "steps are launched kernel by kernel with events between their parts, which costs time"},
 };
+
+const char* oracle_meaning(Way way) {
+  switch (way) {
+    case Way::evicts:
+      return "keeps what the full cache's recorded answer attends to: a reference, no bound, never timed";
+    case Way::selects: return "chooses by the true attention of the step that reads: a bound, never timed";
+    default: return "knows what no method can know in time, never timed";
+  }
+}
 
 bool near(double a, double b) {
   return a == b || (!measured(a) && !measured(b)) || std::fabs(a - b) <= 0.05 * std::fabs(b);
@@ -53,7 +62,14 @@ std::vector<std::string> split_labels(const std::string& labels) {
   return out;
 }
 
-std::string label_note(const std::string& label) {
+Way way_of(const SummaryRow& row) {
+  const auto params = nlohmann::json::parse(row.params, nullptr, false);
+  if (!params.is_object()) return Way::unknown;
+  return params.contains("scorer") ? Way::evicts : params.contains("selector") ? Way::selects : Way::unknown;
+}
+
+std::string label_note(const std::string& label, const SummaryRow& row) {
+  if (label == "oracle") return label + ": " + oracle_meaning(way_of(row));
   for (const auto& [name, meaning] : label_meanings)
     if (label == name) return label + ": " + meaning;
   return label;

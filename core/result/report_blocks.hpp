@@ -30,7 +30,13 @@ std::string budget_text(const Group& group);                      // tokens or m
 // The labels of a row without "disturbed", which tells about other processes and not about the cell.
 std::vector<std::string> identity_of(const SummaryRow& row);
 std::vector<std::string> split_labels(const std::string& labels);
-std::string label_note(const std::string& label);  // "synthetic: random weights ..."
+
+// How a row's policy saves: it evicts tokens for good, or selects what a step reads. unknown: its parameters do not
+// tell.
+enum class Way : std::uint8_t { unknown, evicts, selects };
+Way way_of(const SummaryRow& row);
+// "synthetic: random weights ...". What an oracle is depends on the row's way.
+std::string label_note(const std::string& label, const SummaryRow& row);
 
 inline bool measured(double v) { return !std::isnan(v); }
 std::string number(double v);              // 4 digits; "-" = not measured

@@ -111,6 +111,7 @@ TEST_CASE("a ladder goes from random to the oracle, and an ablation stands befor
                        Contains("20 questions in 20 contexts") && Contains("scores without a budget: full 0.95"));
   CHECK_THAT(text, Contains("| best | 64 | 1 | 0.6 (") && Contains("| 0.5 (") && Contains("count beyond both ends"));
   CHECK_THAT(text, !Contains("times random's bytes") && !Contains("warning"));
+  CHECK_THAT(text, Contains("oracle: knows what no method can know in time, never timed") && !Contains("bound, never"));
   CHECK_THAT(file.text(Format::latex), Contains("\\begin{tabular}"));
 }
 
@@ -135,6 +136,10 @@ TEST_CASE("a block with an oracle of eviction and one of selection has a ladder 
   CHECK(places["sees/does all"] == "0.375");
   CHECK_THAT(file.text(), Contains("64 tokens: from random to oracle, of eviction") &&
                               Contains("64 tokens: from random to oracle, of selection"));
+  CHECK_THAT(file.text(),
+             Contains("oracle: chooses by the true attention of the step that reads: a bound, never timed") &&
+                 Contains("oracle: keeps what the full cache's recorded answer attends to: a reference, "
+                          "no bound, never timed"));
 }
 
 TEST_CASE("draws of random count together, whatever label their scorer has") {
