@@ -106,13 +106,32 @@ bool is_home(const fs::path& folder) {
          (home && *home && fs::equivalent(folder, home, none));
 }
 
+// Whether a user's programs share the folder (~/.local), with settings and secrets beside them.
+bool is_shared(const fs::path& folder) { return folder.filename() == ".local" && is_home(folder.parent_path()); }
+
+// Of a folder that programs share, what has the program's name: an interpreter's modules and library.
+std::vector<fs::path> own_libraries(const fs::path& shared, const std::string& program) {
+  std::vector<fs::path> all;
+  std::error_code none;
+  for (const char* lib : {"lib", "lib64"})
+    for (const auto& entry : fs::directory_iterator(shared / lib, none)) {
+      const std::string name = entry.path().filename().string();
+      if (name == program || name.starts_with("lib" + program + ".")) all.push_back(entry.path());
+    }
+  return all;
+}
+
 // Places that a program needs, each with the text of its link, or none: the folder above the `bin` of its path, else
-// the file alone. So it is of a `bin` in a home folder. A file that is a link needs the places of what it names, too.
+// the file alone. So it is of a `bin` in a home folder. Of a folder that a user's programs share, it is the file and
+// what in `lib` has its name. A file that is a link needs the places of what it names, too.
 std::map<fs::path, std::string> installation(fs::path program) {
   std::map<fs::path, std::string> all;
   for (int links = 0; links < 40; ++links) {
     const fs::path folder = program.parent_path(), above = folder.parent_path();
-    const bool whole = folder.filename() == "bin" && !is_home(above), is_link = fs::is_symlink(program);
+    const bool in_bin = folder.filename() == "bin", shared = in_bin && is_shared(above);
+    const bool whole = in_bin && !shared && !is_home(above), is_link = fs::is_symlink(program);
+    if (shared)
+      for (const fs::path& own : own_libraries(above, program.filename().string())) all[own] = "";
     fs::path next = is_link ? folder / fs::read_symlink(program) : fs::path();
     if (is_link) next = fs::canonical(next.parent_path()) / next.filename();
     all[whole ? above : program] = whole ? "" : next.string();

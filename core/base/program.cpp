@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <sstream>
 
 #include "base/descriptor.hpp"
@@ -70,6 +71,16 @@ bool read_until(int from, Clock::time_point end, std::string& said) {
   }
 }
 
+// Waits for a program's end until `end`. Nothing: it goes on.
+std::optional<ProgramEnd> end_until(pid_t program, Clock::time_point end) {
+  ProgramEnd out;
+  for (long wait = 1'000; !has_ended(program, out); wait = std::min(2 * wait, 50'000L)) {
+    if (Clock::now() >= end) return std::nullopt;
+    usleep(static_cast<useconds_t>(wait));
+  }
+  return out;
+}
+
 }  // namespace
 
 std::vector<char*> pointers(std::vector<std::string>& texts) {
@@ -118,11 +129,13 @@ ProgramEnd run_program(const std::vector<std::string>& words, std::chrono::secon
     child = start_program(words, {.descriptors = {{to, STDOUT_FILENO}, {to, STDERR_FILENO}}});
   }
   std::string said;
-  const bool in_time = read_until(from, limit.count() ? Clock::now() + limit : Clock::time_point::max(), said);
-  if (!in_time) kill(child, SIGKILL);
-  ProgramEnd end = wait_for(child);
+  const auto last = limit.count() ? Clock::now() + limit : Clock::time_point::max();
+  std::optional<ProgramEnd> ended;  // a program may close its outputs and go on
+  if (read_until(from, last, said)) ended = limit.count() ? end_until(child, last) : wait_for(child);
+  if (!ended) kill(child, SIGKILL);
+  ProgramEnd end = ended ? *ended : wait_for(child);
   end.said = std::move(said);
-  end.in_time = in_time;
+  end.in_time = ended.has_value();
   return end;
 }
 

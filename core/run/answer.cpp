@@ -8,6 +8,10 @@
 
 namespace kvlab {
 
+bool ends_answer(const Item& item, int token, const Tokenizer& tokenizer) {
+  return item.forced.empty() && tokenizer.is_eos(token);
+}
+
 Answer::Answer(const Item& item, int most)
     : item_(&item),
       most_(item.forced.empty() ? static_cast<std::size_t>(std::min(item.max_new, most)) : item.forced.size()) {}
@@ -21,7 +25,7 @@ int Answer::take(int likeliest, const Tokenizer& tokenizer) {
   const int token = forced ? item_->forced[tokens_.size()] : likeliest;
   if (token < 0) throw Error(Errc::internal, "got an answer token of logits that are not finite");
   tokens_.push_back(token);
-  if (!forced && tokenizer.is_eos(token))
+  if (ends_answer(*item_, token, tokenizer))
     stop_ = Stop::eos;
   else if (tokens_.size() >= most_)
     stop_ = forced ? Stop::forced : Stop::length;

@@ -11,6 +11,10 @@
 
 namespace kvlab {
 
+// Whether the model ended its answer with this token. It is then no part of the text, and not fed when the conversation
+// goes on. A text that the task forces keeps all of its tokens.
+bool ends_answer(const Item& item, int token, const Tokenizer& tokenizer);
+
 // An item's answer as it grows: the task's tokens where it forces them, else the most likely ones.
 class Answer {
  public:

@@ -101,7 +101,7 @@ void measure_fidelity(const CellInput& in, const std::vector<std::vector<int>>& 
     history = item.fed;
     history.insert(history.end(), reference.tokens.begin(), reference.tokens.end());
     asked.push_back({history.size() - 1, 0});  // the answer's last token is fed with the next turn, if at all
-    if (model.tokenizer->is_eos(history.back())) history.pop_back();
+    if (ends_answer(item, history.back(), *model.tokenizer)) history.pop_back();
     f.kl.insert(f.kl.end(), kl.begin(), kl.end());
     f.top1.insert(f.top1.end(), top1.begin(), top1.end());
     f.offsets.push_back(static_cast<std::int64_t>(f.kl.size()));

@@ -113,7 +113,7 @@ FullRuns::Sample FullRuns::run(const CellInput& in, int sample, int most) const 
   Sample out;
   out.most = most;
   std::shared_ptr<Conversation> now;
-  std::vector<int> before;  // the answer before a turn
+  std::vector<int> before;  // what of the answer before a turn is still to be fed
   bool shared = false;      // the conversation begins with a context of several
   for (std::size_t i = 0; i < items.size(); ++i) {
     const Item& item = items[i];
@@ -126,7 +126,7 @@ FullRuns::Sample FullRuns::run(const CellInput& in, int sample, int most) const 
       const Sequence::Asked asked[] = {{0, static_cast<std::uint32_t>(i)}};
       want_room(full.begin(item, asked), engine);
     } else {
-      if (!in.model->tokenizer->is_eos(before.back())) feed(before.back());
+      for (const int token : before) feed(token);
       for (const int token : item.fed) feed(token);
     }
     out.conversations[static_cast<std::uint32_t>(i)] = now;
@@ -135,7 +135,8 @@ FullRuns::Sample FullRuns::run(const CellInput& in, int sample, int most) const 
       if (!answer.tokens().empty()) feed(answer.tokens().back());
       answer.take(full.logits(), *in.model->tokenizer);
     }
-    before = answer.tokens();
+    before.clear();
+    if (answer.stop() != Answer::Stop::eos) before.push_back(answer.tokens().back());
     if (i + 1 < items.size() && items[i + 1].follows) continue;
     full.close();
     now->sum_later_steps();

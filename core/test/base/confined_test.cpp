@@ -202,6 +202,24 @@ TEST_CASE("confined: a program sees its own installation, and holds none of this
   const std::string shown = own.string() + ":\nbin\n\n" + (own / "bin").string() + ":\nprogram\n";
   CHECK(run_confined({.words = {(own / "bin/program").string(), "-c", beside}, .variables = {{"PATH", "/usr/bin"}}})
             .said == "alone\n" + shown);
+  // Of ~/.local it is the program and what in lib has its name.
+  const fs::path local = own / ".local";
+  for (const char* name : {"bin", "lib/program1.2", "lib/other", "share"}) fs::create_directories(local / name);
+  fs::copy_file("/bin/bash", local / "bin/program1.2");
+  fs::create_symlink("program1.2", local / "bin/program");
+  for (const char* name :
+       {"bin/other", "lib/program1.2/module", "lib/libprogram1.2.so.1", "lib/other/module", "share/secret"})
+    std::ofstream(local / name) << "text";
+  fs::permissions(own, fs::perms::all);
+  const std::string tree = "cd " + local.string() + "; find * -type f -o -type l | sort";
+  for (const char* name : {"program", "program1.2"}) {
+    CAPTURE(name);
+    const bool link = name == std::string("program");
+    CHECK(
+        run_confined({.words = {(local / "bin" / name).string(), "-c", tree}, .variables = {{"PATH", "/usr/bin:/bin"}}})
+            .said ==
+        std::string(link ? "bin/program\n" : "") + "bin/program1.2\nlib/libprogram1.2.so.1\nlib/program1.2/module\n");
+  }
   before ? setenv("HOME", home.c_str(), 1) : unsetenv("HOME");
   const int held = fcntl(STDIN_FILENO, F_DUPFD, 20);  // not closed by exec
   CHECK_THAT(run("true <&" + std::to_string(held)).said, Catch::Contains("Bad file descriptor"));

@@ -24,10 +24,21 @@ TEST_CASE("a program that runs longer than its limit is ended, and what it said 
   CHECK(late.signal == SIGKILL);
   CHECK(late.said == "first\n");
 
+  const ProgramEnd silent =
+      run_program({"sh", "-c", "echo first; exec sleep 100 >/dev/null 2>&1"}, std::chrono::seconds(1));
+  CHECK(Clock::now() - begin < std::chrono::seconds(50));
+  CHECK_FALSE(silent.in_time);
+  CHECK(silent.signal == SIGKILL);
+  CHECK(silent.said == "first\n");
+
   const ProgramEnd soon = run_program({"sh", "-c", "echo out; echo err >&2; exit 3"}, std::chrono::seconds(100));
   CHECK(soon.in_time);
   CHECK(soon.code == 3);
   CHECK(soon.said == "out\nerr\n");
+  const ProgramEnd quiet =
+      run_program({"sh", "-c", "echo out; exec sh -c 'sleep 0.2; exit 4' >/dev/null 2>&1"}, std::chrono::seconds(100));
+  CHECK(quiet.in_time);
+  CHECK(quiet.code == 4);
 }
 
 TEST_CASE("a program is there where a folder of PATH has it") {

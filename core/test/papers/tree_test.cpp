@@ -5,10 +5,12 @@
 #include <set>
 
 #include "base/part_timer.hpp"
+#include "cases/paged_fixture.hpp"
 #include "experiment/catalog.hpp"
 #include "experiment/experiment.hpp"
 #include "experiment/variants.hpp"
 #include "papers/beside.hpp"
+#include "plugin/loader.hpp"
 #include "result/report_blocks.hpp"
 #include "support/places.hpp"
 
@@ -70,12 +72,30 @@ OurRun run_of(const Experiment& e, const PluginCatalog& catalog) {
   return out;
 }
 
-// Why a value will find no cell, however well everything runs; "" = it will find one.
+// What the experiment's profilers leave of two layers that they saw nothing of.
+results::ProfileFile profile_of(const Experiment& e, const PluginCatalog& catalog) {
+  results::ProfileFile out;
+  out.model = e.models.front().name();
+  Shape shape;
+  shape.layers = 2, shape.query_heads = 8, shape.kv_heads = 4, shape.head_dim = 64, shape.page_size = e.page_size;
+  shape.max_slots = 1, shape.max_tokens = 4096;
+  for (const PluginUse& use : e.profilers) {
+    cases::HeapWorkspace memory;
+    const auto profiler = create<Profiler>(*catalog.find(Role::profiler, use.name), use.params);
+    profiler->attach(shape, memory);
+    out.profilers.push_back({use.name, "", {}});
+    profiler->finish(out.profilers.back().profile);
+  }
+  return out;
+}
+
+// Why a value will find no cell, however well everything runs; "" = it will find one. Profilers that saw nothing leave
+// arrays without numbers.
 std::string fault(const Reading& reading, const Ours& ours) {
   if (reading.read != "shared_heads") return our_value(reading, ours).why;
   for (const std::string& stem : reading.pair)
     if (!ours.profiles.count(stem)) return "the item runs no profile experiment " + stem;
-  return "";
+  return our_value(reading, ours).why;
 }
 
 }  // namespace
@@ -97,7 +117,7 @@ TEST_CASE("every published value names one cell of the experiments that its item
         if (e.profilers.empty())
           ours.runs.emplace(stem, run_of(e, catalog));
         else
-          ours.profiles[stem].model = e.models.front().name();
+          ours.profiles.emplace(stem, profile_of(e, catalog));
       }
       for (const PublishedRow& row : item.rows)
         for (std::size_t c = 0; row.missing.empty() && c < row.values.size(); ++c) {
@@ -134,4 +154,15 @@ TEST_CASE("a value that names what no experiment has is found by name") {
   CHECK(with([](Reading& r) { r.budget = std::nullopt; }) == "several rows fit");
   CHECK(with([](Reading& r) { r.as = "ratio", r.against = "fool"; }) == "fool: not run");
   CHECK(with([](Reading& r) { r.read = "part_ms", r.parts = {"gemm"}; }) == "not measured");
+
+  const std::string heads = (test::source_root() / "experiments/quality/heads.yaml").string();
+  ours.profiles.emplace("heads", profile_of(load_experiment(heads, {}, catalog), catalog));
+  const auto of_heads = [&](const std::string& array, const std::string& other) {
+    Reading shared;
+    shared.read = "shared_heads", shared.array = array, shared.pair = {"heads", other};
+    return fault(shared, ours);
+  };
+  CHECK(of_heads("satellite", "heads").empty());
+  CHECK(of_heads("satelite", "heads") == "no array satelite");
+  CHECK(of_heads("satellite", "feet") == "the item runs no profile experiment feet");
 }

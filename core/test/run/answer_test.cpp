@@ -51,6 +51,10 @@ TEST_CASE("an answer ends at the end token, at its longest, or with the forced t
   CHECK(!forced.ended());
   CHECK(take(forced, 5) == 8);
   CHECK(name_of(forced.stop()) == std::string("forced"));
+  CHECK_FALSE(ends_answer(item, eos, *tokenizer));
+  item.forced.clear();
+  CHECK(ends_answer(item, eos, *tokenizer));
+  CHECK_FALSE(ends_answer(item, 5, *tokenizer));
 }
 
 TEST_CASE("a question fed after the prompt is the same text, and one sequence leaves nothing to the next") {

@@ -192,6 +192,21 @@ TEST_CASE("a run of the full cache keeps the mass of each step and of those afte
   CHECK(runs.from(0, false, static_cast<int>(items[0].fed.size()) + 1, 0, 0).empty());
 }
 
+TEST_CASE("a turn follows all tokens of a forced answer, its end token too, as in the policy's own run") {
+  Cells f(with("oracle_evict", ""));
+  auto& items = f.items.items;
+  REQUIRE_FALSE(f.model->tokenizer->eos_ids().empty());
+  items[3].forced = {5, f.model->tokenizer->eos_ids().front()};
+  const CellInput in = f.input();
+  FullRuns runs;
+  runs.prepare(in, {2});
+  // The forced answer of two tokens feeds one, then the other with the turn.
+  const int steps =
+      static_cast<int>(items[3].fed.size()) + 1 + 1 + static_cast<int>(items[4].fed.size()) + items[4].max_new - 1;
+  CHECK_FALSE(runs.from(3, false, steps - 1, 0, 0).empty());
+  CHECK(runs.from(3, false, steps, 0, 0).empty());
+}
+
 TEST_CASE("a policy that looks into the future has no workload") {
   Cells f(with("oracle_evict", ""));
   f.experiment.workloads.emplace_back();
