@@ -53,8 +53,14 @@ std::vector<std::pair<std::string, ModelConfig>> make_shapes() {
   small.rope_scaling = llama3_scaling(32);
   small.tied_embeddings = true;
   add("llama-2-7b", shape("llama", {32, 4096, 32, 32, 128, 11008, 32000, 4096}, 1e4f, llama_eps));
+  // No published model: Llama 3.1 8B with more positions, for times beyond its length.
+  add("llama-3.1-8b-256k", shape("llama", {32, 4096, 32, 8, 128, 14336, 128256, 262144}, 5e5f, llama_eps))
+      .rope_scaling = llama3_scaling(8);
   add("mistral-7b", shape("mistral", {32, 4096, 32, 8, 128, 14336, 32768, 32768}, 1e6f, llama_eps));
+  add("mistral-small-24b", shape("mistral", {40, 5120, 32, 8, 128, 32768, 131072, 32768}, 1e8f, llama_eps));
   add("qwen2.5-7b", shape("qwen2", {28, 3584, 28, 4, 128, 18944, 152064, 131072}, 1e6f, qwen_eps)).qkv_bias = true;
+  add("qwen2.5-32b", shape("qwen2", {64, 5120, 40, 8, 128, 27648, 152064, 32768}, 1e6f, qwen_eps)).qkv_bias = true;
+  add("qwq-32b", shape("qwen2", {64, 5120, 40, 8, 128, 27648, 152064, 40960}, 1e6f, llama_eps)).qkv_bias = true;
   ModelConfig& half = add("qwen2.5-0.5b", shape("qwen2", {24, 896, 14, 2, 64, 4864, 151936, 32768}, 1e6f, qwen_eps));
   half.qkv_bias = half.tied_embeddings = true;
   add("qwen3-8b", shape("qwen3", {36, 4096, 32, 8, 128, 12288, 151936, 40960}, 1e6f, qwen_eps)).qk_norm = true;

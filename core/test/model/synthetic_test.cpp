@@ -11,6 +11,21 @@
 
 using namespace kvlab;
 
+namespace {
+
+double parameters_of(const std::string& model) {
+  const auto c = open_synthetic(model);
+  double parameters = 0;
+  for (const std::string& name : c->names()) {
+    double n = 1;
+    for (const auto d : c->shape(name)) n *= static_cast<double>(d);
+    parameters += n;
+  }
+  return parameters;
+}
+
+}  // namespace
+
 TEST_CASE("every synthetic model has the tensors of its family") {
   for (const std::string& name : synthetic_names()) {
     CAPTURE(name);
@@ -19,14 +34,15 @@ TEST_CASE("every synthetic model has the tensors of its family") {
     CHECK(c->tokenizer()->vocab_size() == c->config().vocab);
     CHECK(c->fingerprint().size() == 16);
   }
-  double parameters = 0;
-  const auto c = open_synthetic("llama-3.1-8b");
-  for (const std::string& name : c->names()) {
-    double n = 1;
-    for (const auto d : c->shape(name)) n *= static_cast<double>(d);
-    parameters += n;
-  }
-  CHECK(parameters == 8030261248);  // 8.03B on Meta's card
+  // As the models' cards have them: 8.03B, 23.6B, 32.8B and 32.8B.
+  CHECK(parameters_of("llama-3.1-8b") == 8030261248);
+  CHECK(parameters_of("mistral-small-24b") == Approx(23.6e9).epsilon(0.002));
+  CHECK(parameters_of("qwen2.5-32b") == Approx(32.8e9).epsilon(0.002));
+  CHECK(parameters_of("qwq-32b") == Approx(32.8e9).epsilon(0.002));
+  const ModelConfig usual = open_synthetic("llama-3.1-8b")->config(),
+                    longer = open_synthetic("llama-3.1-8b-256k")->config();
+  CHECK(longer.context == 2 * usual.context);
+  CHECK(parameters_of("llama-3.1-8b-256k") == parameters_of("llama-3.1-8b"));
 }
 
 TEST_CASE("synthetic weights: the same in any pieces, mean 0 and variance 1 / columns") {
