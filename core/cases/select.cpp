@@ -10,6 +10,7 @@
 #include "cases/paged_fixture.hpp"
 #include "cases/quick.hpp"
 #include "ops/score/reference.hpp"
+#include "ops/select/drifted.hpp"
 #include "ops/select/reference.hpp"
 
 namespace kvlab::cases {
@@ -279,9 +280,11 @@ void check_choices(Place& place, Check& check) {
 }
 
 // Lists that agree with the best tokens more or less, for some steps. The threshold is an overlap, or lies beside one.
+// In some caches what a check finds is injected.
 void check_drifted(Place& place, Check& check) {
   for (unsigned n = 0; n < 60; n += quick() ? 7 : 1) {
-    const auto scope = check.in(fmt::format("cache {}", n));
+    const bool injects = n % 4 == 3;
+    const auto scope = check.in(fmt::format("cache {}{}", n, injects ? ", injected" : ""));
     std::mt19937 rng(100 + n);
     const bool tall = n % 9 == 0;
     const int rows = 1 + static_cast<int>(rng() % 3), heads = 1 + static_cast<int>(rng() % 5);
@@ -298,7 +301,15 @@ void check_drifted(Place& place, Check& check) {
     const LengthsOnly memory(rows, heads, 16, length);
     PagedKv kv = memory.view();
     kv.slots = slots.data();
-    const PagedKv there = place.put(kv, memory.bytes());
+    PagedKv there = place.put(kv, memory.bytes());
+    std::vector<std::uint32_t> sequence;
+    for (int r = 0; r < rows; ++r) sequence.push_back(rng() % 1000);
+    const ops::InjectedDrift drift{300'000, sequence.data(), static_cast<int>(n % 5), n};
+    ops::InjectedDrift drift_there = drift;
+    drift_there.sequence = place.put(sequence);
+    bool used = false;
+    const ops::Injected injected{.used = &used, .drift = &drift_there};
+    if (injects) there.injected = &injected;
     const std::int64_t room = kv.table.extent[2] * 16;
     ListMemory of_lists;
     IndexList list = of_lists.empty({rows, heads, room});
@@ -351,7 +362,9 @@ void check_drifted(Place& place, Check& check) {
           std::ranges::sort(last);
           const std::size_t middle = last.size() / 2;
           const float median = last.size() % 2 ? last[middle] : (last[middle - 1] + last[middle]) / 2;
-          moved[at] = median < rule.threshold;
+          const int slot = kv.slots[r];
+          moved[at] =
+              injects ? drift.drifts(slot, h, count_of_steps[static_cast<std::size_t>(slot)]) : median < rule.threshold;
           if (moved[at]) known.clear();
           check.that("a head that drifts has scores", !moved[at] || !rests[at]);
         }
@@ -368,6 +381,7 @@ void check_drifted(Place& place, Check& check) {
       check.that("drifted heads are marked", place.get(drifted) == wanted);
       for (auto& x : count_of_steps) ++x;
     }
+    check.that("the injection is noted", used == injects);
   }
 }
 
@@ -379,9 +393,11 @@ void check_drift_in_layers(Place& place, Check& check) {
     const ops::VotePooling pooling{n % 5 == 4 ? Pooling::max : Pooling::average, n % 4 == 1 ? 3 : 5,
                                    n % 3 == 2 ? GroupRule::mean : GroupRule::max};
     const bool other_rule = n % 7 == 3, shorter = n % 6 == 2, tall = n % 8 == 7, same_flags = n % 10 == 5;
-    const auto scope = check.in(fmt::format("{} layers, {} x {} heads, group {}{}{}{}{}", layers, rows, heads, group,
-                                            other_rule ? ", another rule" : "", shorter ? ", a shorter callback" : "",
-                                            tall ? ", tall" : "", same_flags ? ", the same flags" : ""));
+    const bool injects = n % 3 == 2;
+    const auto scope =
+        check.in(fmt::format("{} layers, {} x {} heads, group {}{}{}{}{}{}", layers, rows, heads, group,
+                             other_rule ? ", another rule" : "", shorter ? ", a shorter callback" : "",
+                             tall ? ", tall" : "", same_flags ? ", the same flags" : "", injects ? ", injected" : ""));
     std::mt19937 rng(300 + n);
     const int most = tall ? 9000 : 150, window = 5;
     const Ints slots = backwards(rows);
@@ -407,6 +423,7 @@ void check_drift_in_layers(Place& place, Check& check) {
     plain.slots = slots.data();
     const PagedKv common = place.put(plain, LengthsOnly::bytes());
     const std::int64_t room = common.table.extent[2] * 16;
+    const std::uint32_t* const sequence = place.put(std::vector<std::uint32_t>{7, 8, 9});
     ListMemory of_lists[11];
     for (int l = 0; l < layers; ++l) {
       Layer of{common, Ints(count_of(heads), -1), {}, nullptr, nullptr, 0, {}};
@@ -460,8 +477,14 @@ void check_drift_in_layers(Place& place, Check& check) {
         ops::pooled_logits_reference(kv, left, pooling,
                                      View<float, 3>::dense(wanted.back().data(), {rows, heads, room}));
       }
+      // What a callback's cache points to is gone when the call waits, as in a run.
       const auto observe = [&](int l, Written& w) {
         const Layer& of = all[count_of(l)];
+        const ops::InjectedDrift drift{400'000, sequence, l, n};
+        bool used = false;
+        const ops::Injected injected{.used = &used, .drift = &drift};
+        PagedKv kv = of.kv;
+        if (injects) kv.injected = &injected;
         const HeadLogits left{logits[count_of(l)], of.index_there, Heads::flagged(w.watch.rests, false)};
         const ops::DriftRule rule{.threshold = .4f,
                                   .window = window,
@@ -469,10 +492,10 @@ void check_drift_in_layers(Place& place, Check& check) {
                                   .lead = l,
                                   .steps = steps_there};
         if (&w == &by_scores[count_of(l)])
-          ops::drifted_heads(of.kv, w.scores, TokenList{w.list}, rule, of.leaders, w.watch, w.drifted, place.stream());
+          ops::drifted_heads(kv, w.scores, TokenList{w.list}, rule, of.leaders, w.watch, w.drifted, place.stream());
         else
-          ops::drifted_by_logits(of.kv, left, pooling, w.scores, TokenList{w.list}, rule, of.leaders, w.watch,
-                                 w.drifted, place.stream());
+          ops::drifted_by_logits(kv, left, pooling, w.scores, TokenList{w.list}, rule, of.leaders, w.watch, w.drifted,
+                                 place.stream());
         if (shorter && l == 1) return;
         const TokenChoice choice{.heads = Heads::flagged(w.drifted), .by = of.leaders};
         ops::top_tokens(of.kv, w.scores, choice, TokenList{w.list}, place.stream());

@@ -71,6 +71,10 @@ ops::InjectedTurns Injector::turns(const LayerKv& kv) const {
   return t;
 }
 
+ops::InjectedDrift Injector::drift(const LayerKv& kv) const {
+  return {injection_.drift.value_or(0), sequence_, kv.layer, injection_.seed};
+}
+
 // Scales recorded page numbers to a sequence's room. The whole run has one factor, so shared pages of two lists stay
 // shared.
 void Injector::upload(Stream s) {
@@ -131,7 +135,7 @@ class InjectedPolicy final : public ForwardingPolicy {
   // steps: of the device; null = a prompt.
   template <class Kv>
   Kv with_injection(const Kv& kv, const std::int32_t* steps) {
-    injected_ = {nullptr, nullptr, &used_};
+    injected_ = {.used = &used_};
     if (injection_.overlap || (injection_.recorded && steps)) {
       lists_ = injector_->lists(kv);
       if (injection_.recorded) lists_.steps = steps;
@@ -141,17 +145,24 @@ class InjectedPolicy final : public ForwardingPolicy {
       turns_ = injector_->turns(kv);
       injected_.turns = &turns_;
     }
+    if (injection_.drift) {
+      drift_ = injector_->drift(kv);
+      injected_.drift = &drift_;
+    }
     Kv with = kv;
     with.pages.injected = &injected_;
     return with;
   }
 
   [[noreturn]] void refuse() const {
-    const char* called = !injection_.correction ? "no ops::score_pages"
-                         : !injection_.lists()  ? "no ops::turned_heads"
-                                                : "neither ops::score_pages nor ops::turned_heads";
+    std::string ops;
+    const auto add = [&](bool replaced, const char* name) {
+      if (replaced) ops += (ops.empty() ? "" : " and no ") + std::string(name);
+    };
+    add(injection_.lists(), "ops::score_pages"), add(injection_.correction.has_value(), "ops::turned_heads");
+    add(injection_.drift.has_value(), "ops::drifted_by_logits");
     throw Error(Errc::config,
-                "got inject with policy '" + name_ + "', whose decode step called " + called +
+                "got inject with policy '" + name_ + "', whose decode step called no " + ops +
                     ", wanted one that does: inject replaces what these ops find",
                 injection_.where);
   }
@@ -161,6 +172,7 @@ class InjectedPolicy final : public ForwardingPolicy {
   std::optional<Injector> injector_;
   ops::InjectArgs lists_;
   ops::InjectedTurns turns_;
+  ops::InjectedDrift drift_;
   ops::Injected injected_;
   bool used_ = false;
 };

@@ -9,6 +9,7 @@
 
 #include "base/stream_memory.hpp"
 #include "ops/score/turned.hpp"
+#include "ops/select/drifted.hpp"
 #include "ops/select/inject.hpp"
 #include "plugin/loader.hpp"
 
@@ -33,6 +34,7 @@ struct Injection {
   std::shared_ptr<const RecordedTrace> recorded;  // in place of an overlap
   std::vector<std::int32_t> follows;              // [LayerKv::question] the recorded question that it follows
   std::optional<std::int32_t> correction;         // millionths of the heads; of policies only
+  std::optional<std::int32_t> drift;  // millionths of the leaders that a check finds drifted; of policies only
   std::uint64_t seed = 0;
   std::string where;  // in the experiment
 
@@ -50,6 +52,7 @@ class Injector {
   // For a layer's ops, but for the cache, list, pins and heads.
   ops::InjectArgs lists(const LayerKv& kv) const;
   ops::InjectedTurns turns(const LayerKv& kv) const;
+  ops::InjectedDrift drift(const LayerKv& kv) const;
 
  private:
   void upload(Stream s);
@@ -64,8 +67,9 @@ class Injector {
   ops::RecordedPages recorded_;
 };
 
-// The policy with an injection into ops::score_pages and ops::turned_heads. A recorded list replaces a decode step's
-// choice, not that of a prompt. A decode step throws Errc::config if the policy has called none of the ops by then.
+// The policy with an injection into ops::score_pages, ops::turned_heads and ops::drifted_by_logits. A recorded list
+// replaces a decode step's choice, not that of a prompt. A decode step throws Errc::config if the policy has called
+// none of the ops by then.
 std::unique_ptr<Policy> injected(std::shared_ptr<Policy> policy, const std::string& name, Injection injection);
 
 }  // namespace kvlab

@@ -43,6 +43,7 @@ Json params_of(const PolicySpec& policy, const Experiment& experiment) {
   if (inject.overlap) json["inject"]["overlap"] = *inject.overlap;
   if (!inject.trace.empty()) json["inject"]["trace"] = inject.trace;
   if (inject.correction && policy.policy) json["inject"]["correction"] = *inject.correction;
+  if (inject.drift && policy.policy) json["inject"]["drift"] = *inject.drift;
   if (!inject.cell.empty()) json["inject"]["cell"] = inject.cell;
   return json;
 }

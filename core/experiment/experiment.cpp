@@ -324,23 +324,24 @@ class ExperimentReader {
     inject.where = document_.where(node->place);
     MapReader keys(*node, "inject", problems_);
     const Node *overlap = keys.take("overlap"), *trace = keys.take("trace"), *cell = keys.take("cell"),
-               *correction = keys.take("correction");
+               *correction = keys.take("correction"), *drift = keys.take("drift");
     keys.finish();
-    const std::string wanted = " 'inject', wanted {overlap: X}, {trace: FILE} or {correction: X}";
+    const std::string wanted = " 'inject', wanted {overlap: X}, {trace: FILE}, {correction: X} or {drift: X}";
     if (!node->is(Node::Kind::map)) {
       if (node->is(Node::Kind::null)) problems_.add(node->place, "got an empty" + wanted);
       return;
     }
     if (overlap && trace)
       problems_.add(node->place, "got overlap and trace for 'inject', wanted one of them: both give the page lists");
-    if (!overlap && !trace && !correction)
-      problems_.add(node->place, "got neither overlap, trace nor correction for" + wanted);
+    if (!overlap && !trace && !correction && !drift)
+      problems_.add(node->place, "got neither overlap, trace, correction nor drift for" + wanted);
     const auto share = [&](const Node* of, const char* key, const char* help, std::optional<double>& to) {
       if (!of) return;
       if (const auto value = read_value(*of, make_param(key, 0., 0, 1, help), problems_)) to = std::get<double>(*value);
     };
     share(overlap, "overlap", "pages that the list before had", inject.overlap);
     share(correction, "correction", "heads that choose again before attention", inject.correction);
+    share(drift, "drift", "leaders that a check finds drifted", inject.drift);
     if (trace) inject.trace = read_text(*trace, "trace");
     if (cell) inject.cell = read_text(*cell, "cell");
     if (cell && !trace) problems_.add(cell->place, "got a cell without a trace, wanted trace: FILE beside it");
@@ -348,8 +349,8 @@ class ExperimentReader {
         std::none_of(out_.policies.begin(), out_.policies.end(), [&](const PolicySpec& p) { return inject.used(p); }))
       problems_.add(node->place, inject.lists() ? "got inject without a policy that selects pages, wanted one whose "
                                                   "lists it replaces"
-                                                : "got a correction in inject without a policy that corrects, wanted "
-                                                  "one whose heads can turn");
+                                                : "got a correction or drift in inject without a policy, wanted one "
+                                                  "whose heads can turn or drift");
   }
 
   std::string read_text(const Node& node, const char* key) {

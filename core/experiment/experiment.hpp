@@ -30,12 +30,13 @@ enum class Metric : std::uint8_t { score, fidelity, memory, latency, trace, part
 struct InjectSpec {
   std::optional<double> overlap;     // share of a list that the head's list before had
   std::optional<double> correction;  // share of the heads that choose again before attention; of policies only
+  std::optional<double> drift;       // share of the leaders that a check finds drifted; of policies only
   std::string trace, cell;           // a result file, relative as data paths are, and the cell in it; "" = the only one
   std::string where;
 
   bool lists() const { return overlap || !trace.empty(); }
   bool used(const PolicySpec& policy) const {
-    return (lists() && (policy.selector || policy.policy)) || (correction && policy.policy);
+    return (lists() && (policy.selector || policy.policy)) || ((correction || drift) && policy.policy);
   }
 };
 

@@ -46,7 +46,7 @@ const std::vector<ExperimentKey>& experiment_keys() {
       {"fidelity", "forced tokens per sample"},
       {"plugin_path", "folders or libraries that are searched first"},
       {"workload", "requests that arrive and are batched continuously, in place of batches of samples"},
-      {"inject", "page lists and corrections in place of those that selectors and policies choose"},
+      {"inject", "page lists, corrections and drift in place of those that selectors and policies find"},
       plain("batch_invariant", &Experiment::batch_invariant, -any, any, Id::part,
             "on CUDA: other rows of a batch change no bit of a row; slower"),
       {"profilers", "what `kvlab profile` notes of the full cache, in place of policies"},

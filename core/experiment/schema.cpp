@@ -228,6 +228,7 @@ class Builder {
     if (key == "inject")
       return closed({{"overlap", number("number", 0, 1)},
                      {"correction", number("number", 0, 1)},
+                     {"drift", number("number", 0, 1)},
                      {"trace", text()},
                      {"cell", text()}});
     if (key == "equal_bytes" || key == "device_memory" || key == "host_memory") return ref("bytes");

@@ -6,12 +6,14 @@ namespace kvlab::ops {
 
 struct InjectArgs;
 struct InjectedTurns;
+struct InjectedDrift;
 
 // What replaces a policy's choices in a layer. PagedKv::injected points to it. Host memory.
 struct Injected {
   const InjectArgs* lists = nullptr;     // of score_pages, which adds cache, list, pins and heads; null = its own
   const InjectedTurns* turns = nullptr;  // of turned_heads; null = its own
   bool* used = nullptr;                  // becomes true when an op replaces something
+  const InjectedDrift* drift = nullptr;  // of drifted_heads and drifted_by_logits; null = their own
 };
 
 constexpr std::uint64_t inject_mix(std::uint64_t x) {

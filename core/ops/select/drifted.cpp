@@ -38,6 +38,12 @@ void check_watch(const PagedKv& kv, const DriftWatch& watch, int window, const c
     fail(Errc::internal, op, "got too few numbers, wanted [slot, kv_head, i] and [slot, kv_head]");
 }
 
+InjectedDrift injected_drift(const PagedKv& kv) {
+  if (!kv.injected || !kv.injected->drift) return {};
+  *kv.injected->used = true;
+  return *kv.injected->drift;
+}
+
 void check_drift(const DriftedHeads& c, const char* op) {
   const PagedKv& kv = c.kv;
   check_kv(kv, op, c.stream);
@@ -52,12 +58,17 @@ void check_drift(const DriftedHeads& c, const char* op) {
 
 void DriftedHeads::run(const std::vector<DriftedHeads>& calls) {
   if (!cuda_reach_from_host()) return only_on_cuda<drifted_in_layers>(calls);
-  for (const DriftedHeads& c : calls)
+  for (const DriftedHeads& c : calls) {
+    bool used = false;
+    const Injected injected{.used = &used, .drift = &c.injected};  // what the call's cache points to may be gone
+    PagedKv kv = c.kv;
+    kv.injected = c.injected.sequence ? &injected : nullptr;
     if (c.logits.out.data)
-      on_cuda<drifted_by_logits>(c.kv, c.logits, c.pooling, c.written_scores(), c.lists, c.rule, c.leaders, c.watch,
+      on_cuda<drifted_by_logits>(kv, c.logits, c.pooling, c.written_scores(), c.lists, c.rule, c.leaders, c.watch,
                                  c.drifted, c.stream);
     else
-      on_cuda<drifted_heads>(c.kv, c.scores, c.lists, c.rule, c.leaders, c.watch, c.drifted, c.stream);
+      on_cuda<drifted_heads>(kv, c.scores, c.lists, c.rule, c.leaders, c.watch, c.drifted, c.stream);
+  }
 }
 
 void drifted_by_logits(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores scores,
@@ -67,7 +78,8 @@ void drifted_by_logits(const PagedKv& kv, const HeadLogits& logits, const VotePo
     const char* op = "drifted_by_logits";
     check_logits(kv, logits, pooling, scores, op, s);
     check_drift({kv, scores, lists, rule, leaders, watch, drifted, s}, op);
-    if (!join_call(DriftedHeads{kv, scores, lists, rule, leaders, watch, drifted, s, logits, pooling}))
+    if (!join_call(
+            DriftedHeads{kv, scores, lists, rule, leaders, watch, drifted, s, logits, pooling, injected_drift(kv)}))
       on_cuda<drifted_by_logits>(kv, logits, pooling, scores, lists, rule, leaders, watch, drifted, s);
     return;
   }
@@ -79,10 +91,11 @@ void drifted_heads(const PagedKv& kv, View<const float, 3> scores, const TokenLi
                    const std::int32_t* leaders, const DriftWatch& watch, HeadFlags drifted, Stream s) {
   check_drift({kv, scores, lists, rule, leaders, watch, drifted, s}, "drifted_heads");
   if (s.device() == Device::cuda) {
-    if (!join_call(DriftedHeads{kv, scores, lists, rule, leaders, watch, drifted, s}))
+    if (!join_call(DriftedHeads{kv, scores, lists, rule, leaders, watch, drifted, s, {}, {}, injected_drift(kv)}))
       on_cuda<drifted_heads>(kv, scores, lists, rule, leaders, watch, drifted, s);
     return;
   }
+  const InjectedDrift injected = injected_drift(kv);
   for (int r = 0; r < kv.rows; ++r) {
     const int slot = kv.slots[r], left = steps_to_check(rule, rule.steps[slot]);
     std::vector<char> moved(static_cast<std::size_t>(kv.kv_heads), 0);
@@ -92,7 +105,8 @@ void drifted_heads(const PagedKv& kv, View<const float, 3> scores, const TokenLi
       if (leaders[h] != h || lists.count(at, h) == 0) continue;
       const bool scored = !watch.rests(slot, h) && step_counts(rule, left);
       const int now = scored ? missed_of(&scores(r, h, 0), kv.tokens(r, h), lists, at, h) : -1;
-      const Watched w = watch_step(rule, &watch.missed(slot, h, 0), lists.count(at, h), now, left);
+      const Watched w = watch_step(rule, &watch.missed(slot, h, 0), lists.count(at, h), now, left,
+                                   injected_checks(injected, slot, h, rule.steps[slot]));
       moved[static_cast<std::size_t>(h)] = w.drifted;
       watch.rests(slot, h) = w.rests;
     }

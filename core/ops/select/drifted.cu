@@ -39,7 +39,7 @@ struct Layer {
   std::int64_t logits_row;
   const std::int32_t* of_logits;
   const std::uint8_t *flags, *classes;  // of heads with logits
-  int lead;
+  int lead, number;                     // number: of the layer in the model, where drift is injected
 };
 struct Args {
   Layer layers[most_layers];
@@ -51,6 +51,7 @@ struct Args {
   DriftRule rule;
   HeadLogits logits;
   VotePooling pooling;
+  InjectedDrift injected;
   const std::int32_t* slots;
   int rows, kv_heads, most;
 };
@@ -100,6 +101,11 @@ struct Of {
     DriftRule r = a.rule;
     r.lead = layer.lead;
     return r;
+  }
+  __device__ InjectedChecks checks(int head) const {
+    InjectedDrift injected = a.injected;
+    injected.layer = layer.number;
+    return injected_checks(injected, slot, head, a.rule.steps[slot]);
   }
   __device__ bool leads(int head) const { return layer.leaders[head] == head && count(head) > 0; }
   __device__ int left() const { return steps_to_check(rule(), a.rule.steps[slot]); }
@@ -288,7 +294,7 @@ __device__ __forceinline__ void watch_head(const Of& of, int head, float* memory
   __syncthreads();  // all threads know whether the head rests
   Watched watched = {};
   if (leads && threadIdx.x == 0) {
-    watched = watch_step(of.rule(), of.missed(head), count, now, of.left());
+    watched = watch_step(of.rule(), of.missed(head), count, now, of.left(), of.checks(head));
     of.rests(head) = watched.rests;
   }
   if (threadIdx.x != 0) return;
@@ -328,7 +334,7 @@ static auto common_of(const DriftedHeads& c) {
       std::tuple(c.logits.out.data != nullptr, c.logits.out.extent[2], c.logits.out.extent[3], c.logits.out.stride[1],
                  c.pooling.kind, c.pooling.kernel, c.pooling.rule),
       std::tuple(h.flags.data != nullptr, h.flags.stride, h.unflagged, h.steps, h.period, h.lead, h.classes != nullptr,
-                 h.join));
+                 h.join, c.injected.share, c.injected.sequence, c.injected.seed));
 }
 
 static void launch_watch(const Args& a, int group, int layers, Stream s) {
@@ -382,11 +388,11 @@ static void run(std::span<const DriftedHeads> calls) {
     a.layers[i] = {
         c.kv.length.data,    c.written_scores().data, c.lists.index.data,   c.lists.count.data, c.leaders,
         c.watch.missed.data, c.watch.rests.data,      c.drifted.data,       logits.out.data,    logits.out.stride[0],
-        logits.index,        logits.heads.flags.data, logits.heads.classes, c.rule.lead};
+        logits.index,        logits.heads.flags.data, logits.heads.classes, c.rule.lead,        c.injected.layer};
   }
   a.length = kv.length, a.scores = first.written_scores(), a.lists = first.lists;
   a.watch = first.watch, a.drifted = first.drifted, a.rule = first.rule;
-  a.logits = first.logits, a.pooling = first.pooling;
+  a.logits = first.logits, a.pooling = first.pooling, a.injected = first.injected;
   a.slots = kv.slots, a.rows = kv.rows, a.kv_heads = kv.kv_heads;
   a.most = static_cast<int>(std::min(kv.table.extent[2] * kv.page_size, first.scores.extent[2]));
   launch_watch(a, by_logits ? static_cast<int>(first.logits.out.extent[3]) : 0, static_cast<int>(calls.size()), s);
@@ -397,10 +403,14 @@ static void drifted_in_layers_cuda(const std::vector<DriftedHeads>& calls) {
 }
 KVLAB_ON_CUDA(drifted_in_layers, drifted_in_layers_cuda);
 
+static InjectedDrift drift_of(const PagedKv& kv) {
+  return kv.injected && kv.injected->drift ? *kv.injected->drift : InjectedDrift{};
+}
+
 static void drifted_heads_cuda(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists,
                                const DriftRule& rule, const std::int32_t* leaders, const DriftWatch& watch,
                                HeadFlags drifted, Stream s) {
-  const DriftedHeads call{kv, scores, lists, rule, leaders, watch, drifted, s};
+  const DriftedHeads call{kv, scores, lists, rule, leaders, watch, drifted, s, {}, {}, drift_of(kv)};
   run({&call, 1});
 }
 KVLAB_ON_CUDA(drifted_heads, drifted_heads_cuda);
@@ -408,7 +418,7 @@ KVLAB_ON_CUDA(drifted_heads, drifted_heads_cuda);
 static void drifted_by_logits_cuda(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling,
                                    Scores scores, const TokenList& lists, const DriftRule& rule,
                                    const std::int32_t* leaders, const DriftWatch& watch, HeadFlags drifted, Stream s) {
-  const DriftedHeads call{kv, scores, lists, rule, leaders, watch, drifted, s, logits, pooling};
+  const DriftedHeads call{kv, scores, lists, rule, leaders, watch, drifted, s, logits, pooling, drift_of(kv)};
   run({&call, 1});
 }
 KVLAB_ON_CUDA(drifted_by_logits, drifted_by_logits_cuda);

@@ -5,7 +5,24 @@
 
 #include <vector>
 
+#include "ops/page/injected.hpp"
+
 namespace kvlab::ops {
+
+// Replaces what checks of drift find (`inject` of an experiment). A hash of seed, sequence, layer, leader and step
+// decides which leaders drift. Scores and overlaps are computed as without it.
+struct InjectedDrift {
+  std::int32_t share = 0;                   // millionths of a check's leaders
+  const std::uint32_t* sequence = nullptr;  // [slot] number of the sequence; null = nothing is injected
+  int layer = 0;
+  std::uint64_t seed = 0;
+
+  constexpr bool drifts(int slot, int leader, int step) const {
+    const std::uint64_t drawn =
+        inject_stream(seed, layer, sequence[slot], leader, static_cast<std::uint32_t>(step)) >> 32;
+    return static_cast<std::int32_t>(drawn * 1'000'000 >> 32) < share;
+  }
+};
 
 struct DriftedHeads {
   PagedKv kv;
@@ -18,6 +35,7 @@ struct DriftedHeads {
   Stream stream = Stream::cpu();
   HeadLogits logits = {};  // none: drifted_heads; else drifted_by_logits, into `scores`
   VotePooling pooling = {};
+  InjectedDrift injected = {};
 
   // Where drifted_by_logits leaves the scores.
   View<float, 3> written_scores() const { return {const_cast<float*>(scores.data), scores.extent, scores.stride}; }
@@ -56,9 +74,19 @@ struct Watched {
   bool drifted, rests;
 };
 
+// Of a leader: what an injection makes of a check in this step, and of one in the next.
+struct InjectedChecks {
+  bool any = false, now = false, next = false;
+};
+constexpr InjectedChecks injected_checks(const InjectedDrift& injected, int slot, int leader, int step) {
+  if (!injected.sequence) return {};
+  return {true, injected.drifts(slot, leader, step), injected.drifts(slot, leader, step + 1)};
+}
+
 // A leader's step. missed: its numbers, dense. now: of a list of `count` > 0 tokens, those that are not among the best,
 // or -1 without scores. left: steps to the next check.
-constexpr Watched watch_step(const DriftRule& rule, float* missed, int count, int now, int left) {
+constexpr Watched watch_step(const DriftRule& rule, float* missed, int count, int now, int left,
+                             InjectedChecks injected = {}) {
   const int window = rule.window, majority = window / 2 + 1;
   const bool apart = window <= rule.period;  // checks share no step
   if (!apart)
@@ -68,7 +96,7 @@ constexpr Watched watch_step(const DriftRule& rule, float* missed, int count, in
   if (left == 0) {
     float overlaps[most_overlaps] = {};
     for (int i = 0; i < window; ++i) overlaps[i] = overlap_of(missed[i], count);
-    out.drifted = median_of(overlaps, window) < rule.threshold;
+    out.drifted = injected.any ? injected.now : median_of(overlaps, window) < rule.threshold;
     if (apart || out.drifted)
       for (int i = 0; i < window; ++i) missed[i] = 0;
   }
@@ -77,7 +105,9 @@ constexpr Watched watch_step(const DriftRule& rule, float* missed, int count, in
   int high = 0, low = 0;
   for (int i = 0; i < known; ++i) ++(overlap_of(missed[i], count) < rule.threshold ? low : high);
   // A majority decides the median. One below the threshold leaves the check to do, which needs that step's scores.
+  // So does one that is to find drift by injection.
   out.rests = next >= window || high >= majority || (low >= majority && next > 0);
+  if (injected.next && next == 0) out.rests = false;
   return out;
 }
 

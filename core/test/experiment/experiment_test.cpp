@@ -240,15 +240,18 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   refused(q + "inject: {overlap: -0.1}\n", "exp.yaml:5:19: got -0.1", {"0 to 1"});
   refused(q + "inject: {overlap: much}\n", "exp.yaml:5:19: got 'much'");
   refused(q + "inject: 0.5\n", "exp.yaml:5:9: got '0.5' for 'inject', wanted a map");
-  refused(q + "inject: ~\n", "exp.yaml:5:9: got an empty 'inject'", {"{overlap: X}, {trace: FILE} or {correction: X}"});
-  refused(q + "inject: {}\n", "exp.yaml:5:9: got neither overlap, trace nor correction",
+  refused(q + "inject: ~\n", "exp.yaml:5:9: got an empty 'inject'",
+          {"{overlap: X}, {trace: FILE}, {correction: X} or {drift: X}"});
+  refused(q + "inject: {}\n", "exp.yaml:5:9: got neither overlap, trace, correction nor drift",
           {"{overlap: X}, {trace: FILE}"});
   refused(q + "inject: {overlap: 1, trace: a.h5}\n", "exp.yaml:5:9: got overlap and trace");
   refused(q + "inject: {overlap: 1, cell: a}\n", "exp.yaml:5:28: got a cell without a trace");
   refused(q + "inject: {overlp: 1}\n", "exp.yaml:5:10: got unknown key 'overlp'", {"did you mean 'overlap'?"});
   refused(p + "  - full\ninject: {overlap: 1}\n", "exp.yaml:5:9: got inject without a policy that selects");
   refused(q + "inject: {correction: 2}\n", "exp.yaml:5:22: got 2", {"0 to 1", "'correction'"});
-  refused(q + "inject: {correction: 0.5}\n", "exp.yaml:5:9: got a correction in inject without a policy that corrects");
+  refused(q + "inject: {correction: 0.5}\n", "exp.yaml:5:9: got a correction or drift in inject without a policy");
+  refused(q + "inject: {drift: 0.5}\n", "exp.yaml:5:9: got a correction or drift in inject without a policy");
+  refused(q + "inject: {drift: 2}\n", "exp.yaml:5:17: got 2");
   refused(p + "  - full\nexperiment: a/b\n", "exp.yaml:5:13: got 'a/b'");
   refused(p + "  - full\noutput: ''\n", "exp.yaml:5:9: got empty text");
   refused(p + "  - full\nfidelity: {token: 3}\n", "exp.yaml:5:12: got unknown key 'token'", {"did you mean 'tokens'?"});
@@ -608,6 +611,11 @@ TEST_CASE("a cell's id follows what its result depends on") {
   CHECK(corrected != id(corrects + "inject: {overlap: 0.5}\n"));
   CHECK(corrected != id(corrects + "inject: {correction: 0.1}\n"));
   CHECK(corrected != id(corrects + "inject: {overlap: 0.5, correction: 0.2}\n"));
+  const std::string drifts = id(corrects + "inject: {drift: 0.1}\n");
+  CHECK(drifts != id(corrects));
+  CHECK(drifts != id(corrects + "inject: {drift: 0.2}\n"));
+  CHECK(drifts != id(corrects + "inject: {correction: 0.1}\n"));
+  CHECK(some == id(selects + "inject: {overlap: 0.5, drift: 0.1}\n"));
 
   Fingerprints one, two;
   one.model = [](const ModelSpec&) { return "1"; };

@@ -295,6 +295,82 @@ TEST_CASE("a policy's injected lists are those of any other slot and batch") {
   CHECK(lists_of(cells.run().trace) != lists_of(alone.trace));
 }
 
+namespace {
+
+// Four prompts under heterocache. In every layer head 0 is the pivot of the others, which fetch when it drifts. Every
+// second step has a check, and the model's own attention never counts as drift.
+struct Drifting : Cells {
+  static constexpr int answer = 41, checks = answer / 2;
+
+  Drifting() {
+    experiment.policies = {test::policy_of(
+        "{heterocache: {threshold: 0, window: 1, check_every: 2, stagger: false, budget: {ratio: 0.6}}}", page_size)};
+    items.items.clear();
+    for (unsigned i = 0; i < 4; ++i) add(test::test_text(120, model->config.vocab, i), {}, answer);
+    Profile p;
+    const int layers = model->config.layers, heads = model->config.kv_heads;
+    REQUIRE(heads > 1);
+    for (const char* name : {"role", "pivot_of", "stable"}) p[name].extent = {layers, heads};
+    for (int i = 0; i < layers * heads; ++i) {
+      const bool pivot = i % heads == 0;
+      p["role"].values.push_back(pivot ? 2 : 3);
+      p["pivot_of"].values.push_back(pivot ? -1 : 0);
+      p["stable"].values.push_back(1);
+    }
+    profile = std::make_shared<const Profile>(std::move(p));
+  }
+  // [sample, layer, KV head] the answer's tokens at which the head fetched.
+  std::map<std::array<int, 3>, std::vector<int>> fetches() {
+    CellInput in = input();
+    in.profile = profile;
+    check_cell(in);
+    const auto out = run_cell(in);
+    REQUIRE(out.summary.error == "");
+    CHECK(test::lasting_labels(out.summary) == "injected");
+    std::map<std::array<int, 3>, std::vector<int>> all;
+    for (const auto& e : out.trace.events)
+      if (e.kind == results::TraceKind::promote) all[{e.sample, e.layer, e.kv_head}].push_back(e.token);
+    return all;
+  }
+  std::shared_ptr<const Profile> profile;
+};
+
+}  // namespace
+
+TEST_CASE("the injected share of checks finds drift") {
+  Drifting cells;
+  const int pivots = 4 * cells.model->config.layers, satellites = cells.model->config.kv_heads - 1;
+  for (const double drift : {0., .3, 1.}) {
+    CAPTURE(drift);
+    cells.experiment.inject.drift = drift;
+    int count = 0;
+    const auto all = cells.fetches();
+    for (const auto& [place, tokens] : all) {
+      CHECK(place[2] > 0);
+      CHECK(tokens == all.at({place[0], place[1], 1}));  // a pivot's satellites fetch together
+      for (std::size_t i = 1; i < tokens.size(); ++i) CHECK((tokens[i] - tokens[i - 1]) % 2 == 0);
+      count += static_cast<int>(tokens.size());
+    }
+    const int most = pivots * satellites * Drifting::checks;
+    if (drift == 0 || drift == 1)
+      CHECK(count == static_cast<int>(drift) * most);
+    else
+      CHECK(static_cast<double>(count) / most ==
+            Approx(drift).margin(4 * std::sqrt(drift * (1 - drift) / (pivots * Drifting::checks))));
+  }
+}
+
+TEST_CASE("injected drift is that of any other slot and batch") {
+  Drifting cells;
+  cells.experiment.inject.drift = .3;
+  cells.experiment.batch = 1;
+  const auto alone = cells.fetches();
+  cells.experiment.batch = 4;
+  CHECK(cells.fetches() == alone);
+  cells.cell.seed = 1;
+  CHECK(cells.fetches() != alone);
+}
+
 TEST_CASE("the overlap of a head that chooses every few steps is that of its choices") {
   constexpr std::size_t period = 4;
   Speculation cells;
@@ -363,7 +439,9 @@ TEST_CASE("a policy that asks for nothing that is injected fails, with the place
   CHECK_THAT(error(.5, {}),
              Catch::StartsWith("exp.yaml:7:9: got inject with policy 'freekv'") && Catch::Contains("ops::score_pages"));
   CHECK_THAT(error({}, .5), Catch::Contains("ops::turned_heads"));
-  CHECK_THAT(error(.5, .5), Catch::Contains("neither"));
+  CHECK_THAT(error(.5, .5), Catch::Contains("called no ops::score_pages and no ops::turned_heads, wanted one"));
+  cells.experiment.inject.drift = .5;
+  CHECK_THAT(error({}, {}), Catch::Contains("called no ops::drifted_by_logits, wanted one"));
 }
 
 TEST_CASE("lists of a traced cell are injected again, the same ones") {
