@@ -7,11 +7,13 @@
 #include <catch2/catch.hpp>
 #include <filesystem>
 #include <map>
+#include <string>
 
 #include "model/bundled.hpp"
 #include "run/recorded.hpp"
 #include "support/altered_checkpoint.hpp"
 #include "support/cell_fixture.hpp"
+#include "support/drifting.hpp"
 #include "support/labels.hpp"
 
 using namespace kvlab;
@@ -240,4 +242,18 @@ TEST_CASE("cuda cell: what is injected into a policy, eagerly, in graphs and as 
     CHECK(test::lasting_labels(graphs.summary) == "synthetic, injected, graph");
     for (std::size_t i = 0; i < 2; ++i) CHECK(graphs.samples[i].output == gpu.samples[i].output);
   }
+}
+
+TEST_CASE("cuda cell: injected drift is that of the CPU") {
+  const auto fetches = [](const char* backend, int batch) {
+    test::Drifting cells(load_model(*open_model("synthetic/tiny", "", "."), DType::bf16, "synthetic/tiny",
+                                    backend == std::string("cuda") ? Device::cuda : Device::cpu));
+    cells.experiment.backend = backend;
+    cells.experiment.inject.drift = .4;
+    return cells.fetches(batch);
+  };
+  // Which steps fetch follows from draws alone, so all steps agree although numbers differ a little.
+  const auto cpu = fetches("cpu", 1);
+  CHECK(cpu.size() > 4);
+  for (const int batch : {1, 4}) CHECK(fetches("cuda", batch) == cpu);
 }

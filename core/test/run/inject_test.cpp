@@ -12,6 +12,7 @@
 #include "run/cell.hpp"
 #include "run/recorded.hpp"
 #include "support/cell_fixture.hpp"
+#include "support/drifting.hpp"
 #include "support/labels.hpp"
 
 using namespace kvlab;
@@ -295,80 +296,37 @@ TEST_CASE("a policy's injected lists are those of any other slot and batch") {
   CHECK(lists_of(cells.run().trace) != lists_of(alone.trace));
 }
 
-namespace {
-
-// Four prompts under heterocache. In every layer head 0 is the pivot of the others, which fetch when it drifts. Every
-// second step has a check, and the model's own attention never counts as drift.
-struct Drifting : Cells {
-  static constexpr int answer = 41, checks = answer / 2;
-
-  Drifting() {
-    experiment.policies = {test::policy_of(
-        "{heterocache: {threshold: 0, window: 1, check_every: 2, stagger: false, budget: {ratio: 0.6}}}", page_size)};
-    items.items.clear();
-    for (unsigned i = 0; i < 4; ++i) add(test::test_text(120, model->config.vocab, i), {}, answer);
-    Profile p;
-    const int layers = model->config.layers, heads = model->config.kv_heads;
-    REQUIRE(heads > 1);
-    for (const char* name : {"role", "pivot_of", "stable"}) p[name].extent = {layers, heads};
-    for (int i = 0; i < layers * heads; ++i) {
-      const bool pivot = i % heads == 0;
-      p["role"].values.push_back(pivot ? 2 : 3);
-      p["pivot_of"].values.push_back(pivot ? -1 : 0);
-      p["stable"].values.push_back(1);
-    }
-    profile = std::make_shared<const Profile>(std::move(p));
-  }
-  // [sample, layer, KV head] the answer's tokens at which the head fetched.
-  std::map<std::array<int, 3>, std::vector<int>> fetches() {
-    CellInput in = input();
-    in.profile = profile;
-    check_cell(in);
-    const auto out = run_cell(in);
-    REQUIRE(out.summary.error == "");
-    CHECK(test::lasting_labels(out.summary) == "injected");
-    std::map<std::array<int, 3>, std::vector<int>> all;
-    for (const auto& e : out.trace.events)
-      if (e.kind == results::TraceKind::promote) all[{e.sample, e.layer, e.kv_head}].push_back(e.token);
-    return all;
-  }
-  std::shared_ptr<const Profile> profile;
-};
-
-}  // namespace
-
 TEST_CASE("the injected share of checks finds drift") {
-  Drifting cells;
-  const int pivots = 4 * cells.model->config.layers, satellites = cells.model->config.kv_heads - 1;
+  test::Drifting cells(test::tiny_model("llama-gqa3"));
+  const int pivots = test::Drifting::samples * cells.model->config.layers,
+            satellites = cells.model->config.kv_heads - 1;
   for (const double drift : {0., .3, 1.}) {
     CAPTURE(drift);
     cells.experiment.inject.drift = drift;
     int count = 0;
-    const auto all = cells.fetches();
-    for (const auto& [place, tokens] : all) {
+    const auto all = cells.fetches(1);
+    for (const auto& [place, steps] : all) {
       CHECK(place[2] > 0);
-      CHECK(tokens == all.at({place[0], place[1], 1}));  // a pivot's satellites fetch together
-      for (std::size_t i = 1; i < tokens.size(); ++i) CHECK((tokens[i] - tokens[i - 1]) % 2 == 0);
-      count += static_cast<int>(tokens.size());
+      CHECK(steps == all.at({place[0], place[1], 1}));          // a pivot's satellites fetch together
+      for (const int step : steps) CHECK((step + 1) % 2 == 0);  // steps with a check
+      count += static_cast<int>(steps.size());
     }
-    const int most = pivots * satellites * Drifting::checks;
+    const int most = pivots * satellites * test::Drifting::checks;
     if (drift == 0 || drift == 1)
       CHECK(count == static_cast<int>(drift) * most);
     else
       CHECK(static_cast<double>(count) / most ==
-            Approx(drift).margin(4 * std::sqrt(drift * (1 - drift) / (pivots * Drifting::checks))));
+            Approx(drift).margin(4 * std::sqrt(drift * (1 - drift) / (pivots * test::Drifting::checks))));
   }
 }
 
 TEST_CASE("injected drift is that of any other slot and batch") {
-  Drifting cells;
+  test::Drifting cells(test::tiny_model("llama-gqa3"));
   cells.experiment.inject.drift = .3;
-  cells.experiment.batch = 1;
-  const auto alone = cells.fetches();
-  cells.experiment.batch = 4;
-  CHECK(cells.fetches() == alone);
+  const auto alone = cells.fetches(1);
+  for (const int batch : {2, 4}) CHECK(cells.fetches(batch) == alone);
   cells.cell.seed = 1;
-  CHECK(cells.fetches() != alone);
+  CHECK(cells.fetches(1) != alone);
 }
 
 TEST_CASE("the overlap of a head that chooses every few steps is that of its choices") {
