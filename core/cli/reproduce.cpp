@@ -5,9 +5,11 @@
 #include <unistd.h>
 #include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <kvlab/error.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 
 #include "base/log.hpp"
@@ -31,6 +33,7 @@ namespace kvlab {
 namespace {
 
 constexpr const char* where = "kvlab reproduce";
+const std::string profile_word = "profile:";  // begins the word of a process that makes one profile
 
 std::string state_of(const papers::Item& item) {
   if (!item.why_not.empty()) return "no experiment: " + item.why_not;
@@ -138,13 +141,32 @@ class Reproduction {
     }
   }
 
+  // What is known before the profiles are there.
+  void check_first() const {
+    if (!lacks_profile()) check();
+  }
+
   // Makes the profiles that other experiments read.
   int profiles() const {
     int code = 0;
-    if (!lacks_profile()) check();
     for (const Run& run : runs_)
       if (is_profile(run) && !stop::requested()) code = std::max(code, profile(run));
     return code;
+  }
+
+  // One of them, as a process of its own makes it.
+  struct ProfileRun {
+    const Experiment* experiment;
+    bool wanted;  // it is not there yet
+    std::function<int()> make;
+  };
+  std::vector<ProfileRun> profile_runs() const {
+    std::vector<ProfileRun> all;
+    for (const Run& run : runs_)
+      if (is_profile(run))
+        all.push_back(
+            {&run.loaded->experiment, o_.run.fresh || !has_profile(run), [this, &run] { return profile(run); }});
+    return all;
   }
 
   // The experiments with cells.
@@ -257,6 +279,7 @@ class Items {
 
   int run() {
     name_callback_at_end();
+    if (o_.run.worker_of.starts_with(profile_word)) return make_profile();
     if (o_.run.worker) return run_experiments(each_once(experiments()), o_.run);
     if (!o_.check && !o_.report && o_.run.spread.on != WorkersOn::nothing) return run_pool();
     int code = 0;
@@ -286,6 +309,7 @@ class Items {
     int code = 0;
     if (o_.check) return one.check(), 0;
     if (!o_.report) {
+      one.check_first();
       code = one.profiles();
       if (stop::requested()) return code;
       one.check();
@@ -302,15 +326,53 @@ class Items {
 
   // Workers run the cells of all items, so that none is idle while an item has cells left.
   int run_pool() const {
-    int code = 0;
-    for (std::size_t i = 0; i < items_.size() && !stop::requested(); ++i)
+    stop::watch();
+    for (std::size_t i = 0; i < items_.size(); ++i) with_needs(i, [&] { reproductions_[i].check_first(); });
+    const std::optional<int> made = profiles_beside();
+    int code = made.value_or(0);
+    for (std::size_t i = 0; i < items_.size() && !made && !stop::requested(); ++i)
       with_needs(i, [&] { code = std::max(code, reproductions_[i].profiles()); });
-    if (stop::requested()) return code;
+    if (code >= 2 || stop::requested()) return code;
     for (std::size_t i = 0; i < items_.size(); ++i) with_needs(i, [&] { reproductions_[i].check(); });
     if (const auto all = each_once(experiments()); !all.empty()) code = std::max(code, run_experiments(all, o_.run));
     if (stop::requested()) return code;
     for (const Reproduction& one : reproductions_) show(one);
     return code;
+  }
+
+  std::vector<Reproduction::ProfileRun> profile_runs() const {
+    std::vector<Reproduction::ProfileRun> all;
+    for (const Reproduction& one : reproductions_)
+      for (const auto& run : one.profile_runs()) all.push_back(run);
+    return all;
+  }
+
+  // On this machine several profiles are made at a time, each by a process with a GPU of its own. Returns the greatest
+  // exit code; nothing where this process is to make what is missing.
+  std::optional<int> profiles_beside() const {
+    const auto all = profile_runs();
+    std::vector<std::vector<std::string>> commands;
+    std::vector<const Experiment*> experiments;
+    std::set<fs::path> outputs;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      if (!all[i].wanted || !outputs.insert(all[i].experiment->output).second) continue;
+      commands.push_back(o_.run.spread.command);
+      commands.back().insert(commands.back().begin() + 2, {"--worker-of", profile_word + std::to_string(i)});
+      experiments.push_back(all[i].experiment);
+    }
+    if (o_.run.spread.on != WorkersOn::here || commands.size() < 2) return std::nullopt;
+    log::info(fmt::format("{} profiles, {} at a time", commands.size(),
+                          std::min<std::size_t>(commands.size(), static_cast<std::size_t>(o_.run.spread.jobs))));
+    return run_beside(o_.run.spread.jobs, commands, experiments);
+  }
+
+  // In such a process.
+  int make_profile() const {
+    const auto all = profile_runs();
+    const std::string number = o_.run.worker_of.substr(profile_word.size());
+    for (std::size_t i = 0; i < all.size(); ++i)
+      if (number == std::to_string(i)) return all[i].make();
+    throw Error(Errc::data, "got no profile " + number + ", wanted one of the items: they have changed", where);
   }
 
   std::vector<GivenExperiment> experiments() const {

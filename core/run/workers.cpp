@@ -19,6 +19,7 @@
 #include "base/new_file.hpp"
 #include "base/program.hpp"
 #include "base/sha256.hpp"
+#include "base/stop.hpp"
 #include "base/threads.hpp"
 #include "run/claims.hpp"
 #include "run/gpus.hpp"
@@ -268,6 +269,36 @@ void place_rank(const std::vector<Experiment>& all) {
   argv.push_back(nullptr);
   execv("/proc/self/exe", argv.data());
   throw Error(Errc::io, fmt::format("got '{}', wanted to start kvlab again", std::strerror(errno)), "mpirun");
+}
+
+int run_beside(int jobs, const std::vector<std::vector<std::string>>& commands,
+               const std::vector<const Experiment*>& all) {
+  Shares shares;
+  for (const Experiment* e : all) shares.add(*e);
+  const int count = std::min(jobs, static_cast<int>(commands.size()));
+  std::vector<pid_t> running(static_cast<std::size_t>(count), -1);
+  std::size_t next = 0;
+  int code = 0, handed_on = 0;
+  for (;; usleep(50'000)) {
+    const int signal = stop::requested();
+    bool some = false;
+    for (int i = 0; i < count; ++i) {
+      pid_t& process = running[static_cast<std::size_t>(i)];
+      ProgramEnd end;
+      if (process > 0 && has_ended(process, end)) {
+        process = -1;
+        code = std::max(code, end.signal ? 1 : end.code);
+        if (end.signal && !signal) log::error(fmt::format("got signal {} for a process, wanted its end", end.signal));
+      }
+      if (process < 0 && next < commands.size() && !signal)
+        process = start_program(commands[next++],
+                                {.file = "/proc/self/exe", .set = share(shares, i, count), .at_our_end = SIGTERM});
+      if (process > 0 && signal && !handed_on) kill(process, signal);
+      some |= process > 0;
+    }
+    handed_on = signal;
+    if (!some) return code;
+  }
 }
 
 std::unique_ptr<Workers> start_workers(const Spread& spread, const std::vector<Pooled>& all, std::size_t cells) {

@@ -56,6 +56,11 @@ class CannotStart final : public Error {
   explicit CannotStart(const std::string& what, const std::string& where = {}) : Error(Errc::config, what, where) {}
 };
 
+// Runs commands of kvlab on this machine, `jobs` at a time, each with a GPU and a share of the cores. all: their
+// experiments. A signal of this process is handed on, and no command begins after it. Returns the greatest exit code.
+int run_beside(int jobs, const std::vector<std::vector<std::string>>& commands,
+               const std::vector<const Experiment*>& all);
+
 // Workers at work.
 class Workers {
  public:

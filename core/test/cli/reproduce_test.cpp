@@ -113,6 +113,72 @@ TEST_CASE("reproduce --jobs 2: the same two workers run the cells of every exper
   CHECK(lines_with(folder / "log", ": written to ") == static_cast<int>(cells));
 }
 
+namespace {
+
+// kvlab with a small tree of its own, whose item `paper/table1` has two profiles and a run for each.
+class OwnTree {
+ public:
+  OwnTree() {
+    namespace fs = std::filesystem;
+    for (const char* name : {"bin", "share/kvlab/analysis/papers", "share/kvlab/experiments"})
+      fs::create_directories(folder_ / name);
+    fs::copy_file(test::build_root() / "bin/kvlab", folder_ / "bin/kvlab");
+    fs::create_directory_symlink(test::build_root() / "lib", folder_ / "lib");
+    std::string run;
+    for (const std::string name : {"one", "two"}) {
+      const std::string tasks = "backend: cpu\nthreads: 1\npage_size: 4\ntasks: [random_prompts: {prompt: " +
+                                std::string(name == "one" ? "64" : "72") + ", samples: 1, answer: 20}]\n";
+      write("heads_" + name, "model: {synthetic: tiny-deep}\n" + tasks +
+                                 "profilers: [flexicache_heads: {top_pages: 4, window: 4}]\noutput: results/" + name +
+                                 ".h5\n");
+      write("run_" + name, "model: {synthetic: tiny-deep}\n" + tasks +
+                               "metrics: [score]\npolicies: [full, flexicache: " +
+                               "{budget: {tokens: 24}, profile: ../results/" + name + ".h5}]\n");
+      run += "experiments/heads_" + name + ".yaml, experiments/run_" + name + ".yaml, ";
+    }
+    std::ofstream(folder_ / "share/kvlab/analysis/papers/paper.yaml")
+        << "title: T\nsource: S\nsetting: {model: tiny}\nitems:\n  table1:\n    title: T\n    kind: speed\n    run: ["
+        << run << "]\n";
+  }
+  Ended reproduce(std::vector<std::string> words) const {
+    std::vector<std::string> all{folder_ / "bin/kvlab", "reproduce", "paper/table1", "-o", folder_ / "out"};
+    all.insert(all.end(), words.begin(), words.end());
+    return test::Child(all).wait();
+  }
+  std::string profile(const std::string& name) const { return folder_ / ("share/kvlab/results/" + name + ".h5"); }
+  std::string log() const { return folder_ / "log"; }
+
+ private:
+  void write(const std::string& name, const std::string& text) {
+    std::ofstream(folder_ / ("share/kvlab/experiments/" + name + ".yaml")) << text;
+  }
+  test::Folder folder_;
+};
+
+}  // namespace
+
+TEST_CASE("reproduce --jobs 2: processes make the profiles that an item needs, then workers run its cells") {
+  const OwnTree tree;
+  const Ended ran = tree.reproduce({"--jobs", "2", "-v", "--log", tree.log()});
+  INFO(ran.said);
+  CHECK(ran.code == 0);
+  CHECK_THAT(ran.said, Contains("2 profiles, 2 at a time") && Contains("[4/4] "));
+  CHECK(lines_with(tree.log(), "): kvlab reproduce paper/table1") == 5);  // this process, two for profiles, two workers
+  for (const char* name : {"one", "two"}) CHECK(std::filesystem::exists(tree.profile(name)));
+  CHECK(lines_with(tree.log(), ": written to ") == 4);
+
+  const auto before = std::filesystem::last_write_time(tree.profile("one"));
+  const Ended again = tree.reproduce({"--jobs", "2"});
+  INFO(again.said);
+  CHECK(again.code == 0);
+  CHECK_THAT(again.said, Contains("one.h5 is there") && !Contains("at a time"));
+  CHECK(std::filesystem::last_write_time(tree.profile("one")) == before);
+  const Ended fresh = tree.reproduce({"--jobs", "2", "--fresh"});
+  INFO(fresh.said);
+  CHECK(fresh.code == 0);
+  CHECK(std::filesystem::last_write_time(tree.profile("one")) > before);
+}
+
 TEST_CASE("a worker of reproduce refuses cells that are not those of its run") {
   const test::Folder folder;
   std::vector<std::string> words{"reproduce", "--worker-of",    "",   "freekv/figure7",
