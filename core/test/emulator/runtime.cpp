@@ -73,6 +73,7 @@ void* allocate(std::size_t bytes) {
   mprotect(begin, page, PROT_NONE);
   mprotect(begin + page + pages, page, PROT_NONE);
   std::byte* memory = begin + page + pages - room;
+  if (pages >= std::size_t{4} << 20) madvise(begin + page, pages, MADV_HUGEPAGE);  // fewer page faults
   std::memset(memory, 0xff, bytes);
   std::memset(memory + bytes, slack_byte, room - bytes);
   allocations[memory] = {begin, pages + 2 * page, bytes, room - bytes};
