@@ -82,16 +82,7 @@ target_compile_options(kvlab_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 
   $<$<BOOL:${KVLAB_WERROR}>:-Werror=all-warnings>>)
 if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)
   target_compile_options(kvlab_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)  # a tenth of the size
-  target_link_options(kvlab_cuda PRIVATE $<DEVICE_LINK:--compress-mode=size>)
 endif()
-# ptxas copies a function that is not inlined into each kernel that calls it, and optimizes every copy. The kernels of
-# these files share theirs: the functions are compiled once, and the library's link joins them. Such a function may take
-# no more registers than its kernels have: 128, where a multiprocessor runs two blocks of 256 threads.
-set_source_files_properties(ops/select/score_pages.cu PROPERTIES COMPILE_OPTIONS
-  "-rdc=true;-Xptxas=-func-maxrregcount=128")
-set_target_properties(kvlab_cuda PROPERTIES CUDA_RESOLVE_DEVICE_SYMBOLS ON)
-target_link_options(kvlab_cuda PRIVATE $<DEVICE_LINK:-arch=sm_90a>
-  $<$<BOOL:${KVLAB_WERROR}>:$<DEVICE_LINK:-Werror=all-warnings>>)
 target_link_libraries(kvlab_cuda PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS})
 
 # cuDNN's front end is a set of headers from PyPI (tools/setup). cudnn.h comes with the CUDA toolkit or beside cuDNN's

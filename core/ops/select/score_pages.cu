@@ -27,12 +27,6 @@ __device__ __forceinline__ int pages_of_pair(const Args& a, int pair) {
   return pages_of(a, a.slots[pair / a.kv_heads], pair % a.kv_heads);
 }
 
-// A type of its own, so that all kernels share one softmax_mean.
-struct FirstTileOf {
-  const int* first;
-  __device__ __forceinline__ int operator()(int pair) const { return first[pair]; }
-};
-
 template <class T, int Chunks>
 __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 dynamic[];
@@ -58,7 +52,8 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
   }
   if (threadIdx.x == 0) first[pairs] = static_cast<int>(total);
   __syncthreads();
-  const Line line(FirstTileOf{first}, pairs, 0, 0);
+  const auto first_tile = [first](int i) { return first[i]; };
+  const Line line(first_tile, pairs, 0, 0);
   const auto part = line.part(blockIdx.x);
   const int lo = part.begin, hi = part.end;
   if (lo >= hi) return;
