@@ -269,6 +269,7 @@ std::string CommandLine::report_text() const {
   const std::string& file = files_.front();
   const bool several = files_.size() > 1, profiles = results::is_profile(file);
   if (ladder_ && profiles) throw Error(Errc::config, "got --ladder, wanted a result file", "kvlab report");
+  if (!choose_.empty() && profiles) throw Error(Errc::config, "got --choose, wanted a result file", "kvlab report");
   if (several && (plugins_ || attempts_ || !array_.empty()))
     throw Error(Errc::config, "got several files, wanted one with --plugins, --attempts or --array", "kvlab report");
   if (!compare_.empty() && (plugins_ || attempts_ || !array_.empty() || profiles))
@@ -280,7 +281,6 @@ std::string CommandLine::report_text() const {
   if (profiles)
     return several ? results::head_overlap(files_, format)
                    : results::profile_report(results::read_profile(file), format);
-  if (!choose_.empty() && profiles) throw Error(Errc::config, "got --choose, wanted a result file", "kvlab report");
   return results::report(files_, {format, compare_, takes_colour(STDOUT_FILENO), ladder_, choose_, lose_});
 }
 

@@ -32,7 +32,8 @@ double compression_of(const Group& group) {
 }
 
 // Settings in the order of their rows, of the blocks of one model.
-std::vector<Setting> settings_of(const std::string& policy, const std::vector<const Block*>& blocks) {
+std::vector<Setting> settings_of(const std::string& policy, const std::vector<const Block*>& blocks,
+                                 std::vector<std::string>& warnings) {
   std::vector<Setting> out;
   for (const Block* block : blocks)
     for (const Group& group : block->groups) {
@@ -40,7 +41,9 @@ std::vector<Setting> settings_of(const std::string& policy, const std::vector<co
       if (row.policy != policy || !row.ablated.empty()) continue;
       auto at = std::ranges::find_if(out, [&](const Setting& s) { return s.row->params == row.params; });
       if (at == out.end()) at = out.insert(at, Setting{&row, {}, 0, 0, ""});
-      at->groups[block] = &group;
+      if (!at->groups.emplace(block, &group).second)
+        warnings.push_back(policy + " has several rows of equal parameters in " + title_of(*block) +
+                           ": the first one counts");
     }
   return out;
 }
@@ -54,6 +57,8 @@ void average(Setting& setting, const std::vector<const Block*>& blocks) {
       setting.missing = fmt::format("{} in {}", group->second->bad.front()->status, title_of(*block));
     else if (!measured(score_of(*group->second)))
       setting.missing = "no score in " + title_of(*block);
+    else if (!measured(compression_of(*group->second)))
+      setting.missing = "no bytes in " + title_of(*block) + ", which metrics: [memory] measures";
     else
       setting.score += score_of(*group->second) / static_cast<double>(blocks.size()),
           setting.compression += compression_of(*group->second) / static_cast<double>(blocks.size());
@@ -95,7 +100,7 @@ const Setting* chosen(const std::vector<Setting>& settings, double lose) {
 
 ReportTable table_of(const std::string& policy, double lose, const std::vector<const Block*>& blocks,
                      std::vector<std::string>& warnings) {
-  std::vector<Setting> settings = settings_of(policy, blocks);
+  std::vector<Setting> settings = settings_of(policy, blocks, warnings);
   for (Setting& s : settings) average(s, blocks);
   const std::set<std::string> names = varying(settings);
   const Setting* best = chosen(settings, lose);
@@ -121,9 +126,10 @@ ReportTable table_of(const std::string& policy, double lose, const std::vector<c
   else if (names.empty())
     table.under.emplace_back("one setting alone: a list of values, such as `--set " + policy + ".KEY=[A,B]`, sweeps");
   else
-    table.under.push_back(fmt::format(
-        "*: {}\nthe fewest bytes of those that lose at most {} against the best mean score. Score other samples than these",
-        text_of(*best, names, "--set " + policy + ".", " "), lose));
+    table.under.push_back(
+        fmt::format("*: {}\nthe fewest bytes of those that lose at most {} against the best mean score. Score other "
+                    "samples than these",
+                    text_of(*best, names, "--set " + policy + ".", " "), lose));
   return table;
 }
 
@@ -136,7 +142,7 @@ void add_choices(const std::string& policy, double lose, const std::vector<Block
   for (const Block& block : blocks) {
     bool has = false;
     for (const Group& group : block.groups) {
-      if (known.insert(group.first().policy).second && group.first().policy == policy) has = true;
+      known.insert(group.first().policy);
       if (group.first().policy != policy || !group.first().ablated.empty()) continue;
       has = true;
       if (is_text(group, samples))

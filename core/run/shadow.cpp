@@ -41,7 +41,8 @@ std::unique_ptr<Store> new_store(StoreOptions o, const Store* beside) {
     const std::int64_t frames = std::int64_t{s.layers} * s.kv_heads * s.max_pages(),
                        bytes = frames * store_bytes(there, Device::cuda).frame;
     const auto room = static_cast<std::int64_t>(require_cuda("fidelity").runtime.free_bytes());
-    if (bytes <= room / 2) return make_store(there, beside->stream());  // prompts and scratch need memory too
+    if (bytes <= room / 3)
+      return make_store(there, beside->stream());  // the full cache's run needs as much, and scratch
   }
   return make_store(o, Stream::cpu());
 }

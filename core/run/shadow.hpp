@@ -14,8 +14,8 @@ namespace kvlab {
 class Shadow final : public EngineObserver {
  public:
   // Follows the sequence in the engine's slot 0. max_tokens as the engine's. `beside`, the engine's store: the copy
-  // lies on its device where that has room for it twice, and where keys are rotated by text position. Else it is on the
-  // host.
+  // lies on its device where that has room for it three times, and where keys are rotated by text position. Else it is
+  // on the host.
   Shadow(const Model& model, int page_size, int max_tokens, const Store* beside = nullptr);
 
   // Forgets the sequence. A new one starts at position 0.
@@ -23,8 +23,8 @@ class Shadow final : public EngineObserver {
   // The sequence as it is now, for a later one that begins with it: in place of the prompt, after reset().
   std::vector<std::byte> save() const { return store_->save(0); }
   Fit restore(const std::vector<std::byte>& saved) { return store_->restore(0, saved); }
-  // The next decode steps, so many, are not compared: take() has no rows of them.
-  void skip(int steps) { skipped_ = steps; }
+  // The next decode steps, so many, are not compared: take() has no rows of them. Below 0 is none.
+  void skip(int steps) { skipped_ = steps > 0 ? steps : 0; }
 
   Prompt reads_of_prompt() const override { return store_->cuda() ? Prompt::in_place : Prompt::keys_and_values; }
   bool steps_in_place() const override { return store_->cuda() != nullptr; }

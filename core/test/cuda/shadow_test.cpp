@@ -91,7 +91,18 @@ TEST_CASE("cuda fidelity: a copy on the device can be saved and goes on from the
   both.there.reset();
   REQUIRE(both.there.restore(saved) == Fit::ok);
   CHECK(both.there.save() == saved);
-  CHECK(first.mass.size() == static_cast<std::size_t>(both.model->config.layers));
+  REQUIRE(first.mass.size() == static_cast<std::size_t>(both.model->config.layers));
+
+  // The same step of the same prompt after a restore gives the same figures.
+  both.engine.close(slot);
+  const int again = both.engine.open();
+  both.there.reset();
+  REQUIRE(both.engine.prefill(again, test_text(40, vocab, 1), true, {}) == Fit::ok);
+  both.there.reset();
+  REQUIRE(both.there.restore(saved) == Fit::ok);
+  both.there.skip(-1);  // no step to leave out
+  REQUIRE(both.engine.step({again}, {&token, 1}, {}) == Fit::ok);
+  CHECK(both.there.take().mass == first.mass);
 }
 
 TEST_CASE("cuda fidelity: keys that are rotated by their place in the cache are copied on the host") {

@@ -46,8 +46,8 @@ class File {
 
 TEST_CASE("a choice takes the best mean over the tasks, and of equals the fewest bytes") {
   File file;
-  file.add("a", thresholds(1, 0), 0.9, 2).add("b", thresholds(1, 0), 0.5, 2);      // 0.7
-  file.add("a", thresholds(3, 0), 0.7, 3).add("b", thresholds(3, 0), 0.7, 3);      // 0.7, in fewer bytes
+  file.add("a", thresholds(1, 0), 0.9, 2).add("b", thresholds(1, 0), 0.5, 2);        // 0.7
+  file.add("a", thresholds(3, 0), 0.7, 3).add("b", thresholds(3, 0), 0.7, 3);        // 0.7, in fewer bytes
   file.add("a", thresholds(3, 0.02), 0.8, 5).add("b", thresholds(3, 0.02), 0.5, 5);  // 0.65
   file.add("a", "{}", 1, 0.9, "ok", "full").add("b", "{}", 1, 0.9, "ok", "full");
   CHECK_THAT(file.text(), Contains("--set leankv.high_from=3 --set leankv.low_from=0\n"));
@@ -66,12 +66,29 @@ TEST_CASE("a choice considers no setting that lacks a task") {
   CHECK_THAT(text, Contains("high_from=5 was not considered: it has no row"));
 }
 
+TEST_CASE("a choice considers no setting whose bytes were not measured") {
+  File file;
+  file.add("a", thresholds(1, 0), 0.9, not_measured).add("a", thresholds(2, 0), 0.7, 2);
+  CHECK_THAT(file.text(0.5),
+             Contains("--set leankv.high_from=2") && Contains("high_from=1 was not considered: no bytes"));
+}
+
+TEST_CASE("a choice is not of ablations, and says which of equal rows counts") {
+  File file;
+  file.add("b", thresholds(1, 0), 0.1, 1, "ok", "leankv -per_head_dynamics");
+  file.add("a", thresholds(1, 0), 0.2, 2).add("a", thresholds(2, 0), 0.3, 2);
+  CHECK_THAT(file.text(), Contains("--set leankv.high_from=2"));
+  file.add("a", thresholds(1, 0), 0.9, 2, "ok", "leankv", "eager");
+  CHECK_THAT(file.text(), Contains("--set leankv.high_from=2") && Contains("several rows of equal parameters"));
+}
+
 TEST_CASE("a choice names what it lacks") {
   File file;
   file.add("a", thresholds(1, 0), 0.2, 2);
   CHECK_THAT(file.text(), Contains("one setting alone"));
   CHECK_THROWS_WITH(file.text(0, "leankw"), Contains("got 'leankw'") && Contains("leankv"));
   File random;
-  random.add("a", thresholds(1, 0), 0.2, 2, "ok", "leankv", "synthetic").add("a", thresholds(2, 0), 0.2, 2, "ok", "leankv", "synthetic");
+  random.add("a", thresholds(1, 0), 0.2, 2, "ok", "leankv", "synthetic")
+      .add("a", thresholds(2, 0), 0.2, 2, "ok", "leankv", "synthetic");
   CHECK_THAT(random.text(), Contains("random weights") && !Contains("--set"));
 }

@@ -146,9 +146,14 @@ TEST_CASE("no evictor keeps more of the first layer's attention than oracle_evic
     const results::CellResult result = f.run();
     CAPTURE(name, result.summary.error);
     REQUIRE(result.summary.status == "ok");
-    for (std::size_t i = 0; i < result.fidelity.mass.size(); i += static_cast<std::size_t>(result.fidelity.layers))
-      if (std::isfinite(result.fidelity.mass[i])) mass[name] += result.fidelity.mass[i];
+    // The prompt asks: its first token comes from no step, and each later one from a step that is compared.
+    const auto layers = static_cast<std::size_t>(result.fidelity.layers);
+    REQUIRE(result.fidelity.mass.size() > 2 * layers);
+    for (std::size_t i = 0; i < result.fidelity.mass.size(); ++i)
+      CHECK(std::isfinite(result.fidelity.mass[i]) == (i >= layers));
+    for (std::size_t i = layers; i < result.fidelity.mass.size(); i += layers) mass[name] += result.fidelity.mass[i];
   }
+  REQUIRE(mass.size() == 6);
   for (const auto& [name, sum] : mass) {
     CAPTURE(name, sum, mass["oracle_evict"]);
     if (name != "oracle_evict") CHECK(sum < mass["oracle_evict"]);
