@@ -96,7 +96,7 @@ TEST_CASE("cuda fidelity: a copy on the device can be saved and goes on from the
   // The same step of the same prompt after a restore gives the same figures.
   both.engine.close(slot);
   const int again = both.engine.open();
-  both.there.reset();
+  both.there.reset(), both.here.reset();
   REQUIRE(both.engine.prefill(again, test_text(40, vocab, 1), true, {}) == Fit::ok);
   both.there.reset();
   REQUIRE(both.there.restore(saved) == Fit::ok);
