@@ -345,7 +345,7 @@ void CommandLine::add_rest() {
           "kvlab report results/quickstart.h5 --format md\n"
           "kvlab report results/mine.h5 --compare 'POLICY 64' OTHER\n"
           "kvlab report results/controls.h5 --ladder\n"
-          "kvlab report results/sweep.h5 --choose leankv\n"
+          "kvlab report results/sweep.h5 --choose POLICY\n"
           "kvlab report profile.h5                 quantiles; maps and curves where a profiler tells heads apart\n"
           "kvlab report one.h5 other.h5            the share of one profile's heads that the other has too\n"
           "kvlab report results/*.h5 --html page/  one HTML page with figures; needs Python",

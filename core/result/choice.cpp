@@ -72,9 +72,10 @@ std::set<std::string> varying(const std::vector<Setting>& settings) {
   for (const Setting& s : settings)
     for (const auto& [name, value] : flat_parameters(s.row->params)) values[name].insert(value);
   std::set<std::string> out;
-  for (const auto& [name, all] : values) {
+  for (const auto& value : values) {
+    const std::string& name = value.first;
     const auto has = [&](const Setting& s) { return flat_parameters(s.row->params).contains(name); };
-    if (all.size() > 1 || !std::ranges::all_of(settings, has)) out.insert(name);
+    if (value.second.size() > 1 || !std::ranges::all_of(settings, has)) out.insert(name);
   }
   return out;
 }

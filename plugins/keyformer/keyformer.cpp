@@ -52,8 +52,9 @@ class Keyformer final : public kvlab::Policy {
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     const View<const float, 4> q = kv.chunk_queries.f32();
     const int n = static_cast<int>(q.extent[2]);
+    const Room room(kv, std::min(block, n));
     for (int i = 0; i < n; i += block)
-      add(kv, 0,
+      add(kv, room, 0,
           {q.data + i * q.stride[2], {q.extent[1], std::min(block, n - i), q.extent[3]}, {q.stride[1], q.stride[2], 1}},
           n - i, tau_init_, s);
     if (kv.last[0]) shrink(kv, {true}, edits, s);
@@ -62,9 +63,10 @@ class Keyformer final : public kvlab::Policy {
   void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
     const View<const float, 3> q = step.queries.f32();
     std::vector<bool> due;
+    const Room room(step, 1);
     for (int row = 0; row < step.rows(); ++row) {
       const double part = static_cast<double>(std::min(step.step[row] + 1, steps_)) / steps_;
-      add(step, row, {q.data + row * q.stride[0], {q.extent[1], 1, q.extent[2]}, {q.stride[1], 0, 1}}, 1,
+      add(step, room, row, {q.data + row * q.stride[0], {q.extent[1], 1, q.extent[2]}, {q.stride[1], 0, 1}}, 1,
           tau_init_ + (tau_end_ - tau_init_) * part, s);
       due.push_back(every_ > 0 && (step.step[row] + 1) % every_ == 0);
     }
@@ -72,15 +74,24 @@ class Keyformer final : public kvlab::Policy {
   }
 
  private:
+  // Scratch of a callback, for one block of queries after the other.
+  struct Room {
+    Room(const kvlab::LayerKv& kv, int queries)
+        : vectors(kv.scratch<float>("queries", {kv.shape->query_heads, queries, kv.pages.head_dim})),
+          shares(kv.scratch<float>("shares", {1, std::int64_t{kv.shape->query_heads} * queries, kv.max_length})),
+          sum(kv.scratch<float>("sum", {1, kv.kv_heads(), kv.max_length})) {}
+    View<float, 3> vectors, shares, sum;
+  };
+
   // Adds the noisy attention of queries [query head, i, head_dim] to a row's scores, mean over the group. The first of
   // them is the query of the token that is the `newest`-th newest of the text.
-  void add(const kvlab::LayerKv& kv, int row, View<const float, 3> queries, int newest, double tau,
+  void add(const kvlab::LayerKv& kv, const Room& room, int row, View<const float, 3> queries, int newest, double tau,
            kvlab::Stream s) const {
     kvlab::PagedKv one = kv.pages;
     one.slots += row, one.rows = 1;
     const std::int64_t heads = queries.extent[0], count = queries.extent[1], dim = queries.extent[2];
-    const auto vectors = kv.scratch<float>("queries", {heads, count, dim});
-    const auto shares = kv.scratch<float>("shares", {1, heads * count, kv.max_length});
+    const auto vectors = View<float, 3>::dense(room.vectors.data, {heads, count, dim});
+    const auto shares = View<float, 3>::dense(room.shares.data, {1, heads * count, kv.max_length});
     kvlab::ops::copy(vectors, queries, s);
     kvlab::ops::row_dot({&one, kvlab::KvSide::key}, View<const float, 3>::dense(vectors.data, {1, heads * count, dim}),
                         shares, s);
@@ -92,9 +103,9 @@ class Keyformer final : public kvlab::Policy {
       kvlab::ops::set_pinned(one, {.last = newest - 1 - i}, -INFINITY, of_query, s);
     }
     kvlab::ops::softmax(one, shares, static_cast<float>(tau), s);
-    const auto sum = kv.scratch<float>("sum", {1, kv.kv_heads(), kv.max_length});
-    kvlab::ops::group_reduce(one, shares, kvlab::GroupRule::sum, sum, s);
-    kvlab::ops::blend_state({&one, kv.state("score").column}, 1, sum, 1 / static_cast<float>(kv.shape->group()), s);
+    kvlab::ops::group_reduce(one, shares, kvlab::GroupRule::sum, room.sum, s);
+    kvlab::ops::blend_state({&one, kv.state("score").column}, 1, room.sum, 1 / static_cast<float>(kv.shape->group()),
+                            s);
   }
 
   // The noise of one query: [1, query head, place]. Where it starts in the table follows from the sequence, the layer
