@@ -38,9 +38,9 @@ struct EngineOptions {
   bool protect_host = false;               // tests: the host tier is unreadable while attention runs
 };
 
-// Measures what passes through the engine. Arguments are borrowed for the call, and host memory but where Prompt says
-// otherwise. An observer asks the store for its shape and positions, which are exact on either device, and for no
-// views.
+// Measures what passes through the engine. Arguments are borrowed for the call. They are host memory, but where
+// Prompt::in_place or steps_in_place say otherwise. An observer asks the store for its shape and positions, which are
+// exact on either device, and for no views.
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;

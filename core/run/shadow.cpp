@@ -41,8 +41,8 @@ std::unique_ptr<Store> new_store(StoreOptions o, const Store* beside) {
     const std::int64_t frames = std::int64_t{s.layers} * s.kv_heads * s.max_pages(),
                        bytes = frames * store_bytes(there, Device::cuda).frame;
     const auto room = static_cast<std::int64_t>(require_cuda("fidelity").runtime.free_bytes());
-    if (bytes <= room / 3)
-      return make_store(there, beside->stream());  // the full cache's run needs as much, and scratch
+    // The full cache's run needs as much while this copy is there, and scratch beside it.
+    if (bytes <= room / 3) return make_store(there, beside->stream());
   }
   return make_store(o, Stream::cpu());
 }
@@ -96,15 +96,20 @@ const float* Shadow::original(const View<const float, 3>& rotated, const View<co
   return buffer.data();
 }
 
-void Shadow::prompt(const PromptLayer& l, const Store& store) {
-  const int first = store.position(l.slot), n = static_cast<int>(l.keys.extent[0]);
+// The rows' keys and values lie in memory of the copy's device. The first one's text position is `first`.
+void Shadow::append(const LayerRows& l, int first) {
+  const int n = static_cast<int>(l.keys.extent[0]);
   if (CudaStore* there = store_->cuda()) {
     want_room(there->append(l.layer, 0, l.keys.data, l.values.data, DType::f32, l.keys.stride[0], n, first));
   } else {
     const float* k = original(l.keys, l.raw_keys, first, keys_);
     want_room(store_->cpu()->append(l.layer, 0, k, l.values.data, n, first));
   }
-  if (l.layer + 1 == model_.config.layers) store_->advance(0, n, false);
+}
+
+void Shadow::prompt(const PromptLayer& l, const Store& store) {
+  append(l, store.position(l.slot));
+  if (l.layer + 1 == model_.config.layers) store_->advance(0, static_cast<int>(l.keys.extent[0]), false);
 }
 
 void Shadow::attend_to_all(int layer, const float* queries, int newest) {
@@ -141,21 +146,23 @@ void Shadow::attend_to_all(int layer, const float* queries, int newest) {
 
 void Shadow::attended(const DecodeLayer& l, const Store& store) {
   const int newest = store.position((*l.slots)[0]);
-  CudaStore* const there = store_->cuda();
-  const float* q = there ? l.queries.data : original(l.queries, l.raw_queries, newest, queries_);
-  if (there) {
-    want_room(there->append(l.layer, 0, l.keys.data, l.values.data, DType::f32, l.keys.stride[0], 1, newest));
-  } else {
-    const float* k = original(l.keys, l.raw_keys, newest, keys_);
-    want_room(store_->cpu()->append(l.layer, 0, k, l.values.data, 1, newest));
-  }
+  append(l, newest);
   const bool compared = skipped_ == 0, last = l.layer + 1 == model_.config.layers;
-  if (compared) attend_to_all(l.layer, q, newest);
+  if (compared)
+    attend_to_all(l.layer, store_->cuda() ? l.queries.data : original(l.queries, l.raw_queries, newest, queries_),
+                  newest);
   if (last) store_->advance(0, 1, true);
   if (compared)
-    compare_step(there ? copy_.of(l, store.stream()) : l, store, newest + 1);
+    compare_step(store_->cuda() ? read_part(l, store.stream()) : l, store, newest + 1);
   else if (last)
     --skipped_;
+}
+
+// A copy on the host of what compare_step reads: the output, and the list that attention read.
+DecodeLayer Shadow::read_part(DecodeLayer l, Stream s) {
+  l.queries = l.raw_queries = l.keys = l.raw_keys = l.values = {};
+  l.mass = {};
+  return copy_.of(l, s);
 }
 
 void Shadow::compare_step(const DecodeLayer& l, const Store& store, int total) {

@@ -54,6 +54,8 @@ class Shadow final : public EngineObserver {
   };
   static void compare(Head& head, const float* mass, int group, int page_size);
 
+  void append(const LayerRows& l, int first);
+  DecodeLayer read_part(DecodeLayer l, Stream s);
   void compare_step(const DecodeLayer& here, const Store& store, int total);  // of a copy on the host
   void attend_to_all(int layer, const float* queries, int newest);            // sets output_ and mass_
   const float* original(const View<const float, 3>& rotated, const View<const float, 3>& raw, int first,
