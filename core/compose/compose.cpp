@@ -11,6 +11,7 @@
 #include "base/stream_memory.hpp"
 #include "ops/page/final_list.hpp"
 #include "ops/select/allot.hpp"
+#include "plugin/before_step.hpp"
 #include "plugin/budget_tokens.hpp"
 #include "plugin/edits_author.hpp"
 #include "plugin/verified.hpp"
@@ -43,7 +44,7 @@ class CountedWorkspace final : public Workspace {
   std::size_t bytes_per_slot_ = 0;
 };
 
-class ComposedPolicy final : public Policy, public EditsAuthor, public Verified {
+class ComposedPolicy final : public Policy, public EditsAuthor, public Verified, public BeforeStep {
  public:
   explicit ComposedPolicy(Composition parts) : parts_(std::move(parts)) {
     if (parts_.scorer) {
@@ -93,8 +94,9 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {
     shape_ = shape;
     amount_ = amount;
-    constants_ = {};
-    same_budgets_ = {};
+    of_rows_ = {};
+    page_budgets_ = {};
+    told_ = false;
     page_bytes_ = page_bytes(shape, codecs().front(), needs());
     CountedWorkspace counted(w);
     if (parts_.scorer) parts_.scorer->attach(shape, amount, counted);
@@ -102,13 +104,12 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     for_pages_ = amount_for_pages(amount, counted.bytes_per_slot());
     check_amount();
     if (parts_.injection && parts_.selector) injector_.emplace(*parts_.injection, shape, w);
-    // A graph can hold decode steps that do the same every time: a budget in tokens, and evictions in all steps or
-    // none.
-    // A split may look at the host's numbers of a step.
-    steady_ = every_ == 1 && amount_.kind == BudgetAmount::tokens && !parts_.host && !parts_.split && parts_.scorer &&
-              (parts_.scorer->by_age() || parts_.scorer->column() || parts_.scorer->steady_score());
+    // A graph can hold decode steps that do the same every time: evictions in all steps or none. before_step gives it
+    // budgets that grow. A split may look at the host's numbers of a step, and so does the room of pages on the device.
+    steady_ = every_ == 1 && amount_.kind != BudgetAmount::unlimited && !parts_.host && !parts_.split &&
+              parts_.scorer && (parts_.scorer->by_age() || parts_.scorer->column() || parts_.scorer->steady_score());
     scorer_needs_.capturable(scorer_needs_.capturable() && (every_ == 0 || steady_) && !parts_.host);
-    selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) && constant() &&
+    selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) && (constant() || !parts_.host) &&
                                (parts_.selector || !parts_.host));
   }
 
@@ -188,6 +189,11 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     ops::aged_pages(step.pages, {}, parts_.codec->residual(), aged, s);
     edits.for_all_layers();
     edits.encode(aged, 1);
+  }
+
+  void before_step(std::span<const std::int32_t> position, Stream s) override {
+    tell(position, s);
+    told_ = true;
   }
 
   void release(int slot) override {
@@ -270,16 +276,15 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   // shorter than the budget keeps everything.
   void compress_steadily(const LayerStep& kv, Edits& edits, Stream s) {
     if (kv.layer < dense_layers_) return;
-    const auto rows = static_cast<std::size_t>(kv.rows());
-    const int tokens = static_cast<int>(amount_.value);
-    const auto fits = [&](std::int32_t n) { return n <= tokens; };
     // No graph holds a CPU's step, so the host may look.
-    if (s.device() == Device::cpu && std::all_of(kv.position, kv.position + rows, fits)) return;
+    if (s.device() == Device::cpu &&
+        std::all_of(kv.position, kv.position + kv.rows(), [&](std::int32_t n) { return n <= total(n); }))
+      return;
     const PartTimer timer(Part::score);
-    const Constants& same = constants(s);
+    if (!told_) tell({kv.position, static_cast<std::size_t>(kv.rows())}, s);
     Surplus surplus;
-    surplus.keep = View<const std::int32_t, 2>::dense(same.keep.as<std::int32_t>(), {kv.rows(), kv.kv_heads()});
-    surplus.pins = same.pins.as<Pins>();
+    surplus.keep = View<const std::int32_t, 2>::dense(of_rows_.keep.as<std::int32_t>(), {kv.rows(), kv.kv_heads()});
+    surplus.pins = of_rows_.pins.as<Pins>();
     if (const char* column = parts_.scorer->column()) {
       surplus.column = kv.state(column).column;
     } else if (!parts_.scorer->by_age()) {
@@ -290,22 +295,41 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     edits.evict_surplus(surplus);
   }
 
-  // What compress uploads, where all rows and steps have the same.
-  struct Constants {
-    StreamMemory pins, keep;  // [row], [row, kv_head]
-  };
-  const Constants& constants(Stream s) {
-    if (constants_.pins) return constants_;
-    const auto rows = static_cast<std::size_t>(shape_.max_slots);
-    const int tokens = static_cast<int>(amount_.value);
-    const auto put = [&](const auto& from) {
-      StreamMemory to(s, from.size() * sizeof(from[0]));
-      copy_memory(to.template as<>(), from.data(), to.bytes(), s);
-      return to;
-    };
-    constants_.pins = put(std::vector<Pins>(rows, parts_.scorer->pins(tokens)));
-    constants_.keep = put(std::vector<std::int32_t>(rows * static_cast<std::size_t>(shape_.kv_heads), tokens));
-    return constants_;
+  // Copies a step's budgets to where graphs read them. Those that never change are copied once.
+  void tell(std::span<const std::int32_t> position, Stream s) {
+    if (parts_.selector && !(constant() && page_budgets_)) {
+      const std::vector<std::int32_t> pages = of_all_rows(position, [&](int n) { return pages_of_budget(n); });
+      budgets_.clear();
+      for (const std::int32_t n : pages) budgets_.insert(budgets_.end(), static_cast<std::size_t>(shape_.kv_heads), n);
+      put(budgets_, page_budgets_, s);
+    }
+    if (steady_ && !(constant() && of_rows_.keep)) {
+      totals_ = of_all_rows(position, [&](int n) { return total(n); });
+      pins_.clear(), budgets_.clear();
+      for (const std::int32_t n : totals_) {
+        pins_.push_back(parts_.scorer->pins(n));
+        const int keep = std::max(n, pins_.back().first + pins_.back().last);
+        const int whole = amount_.kind == BudgetAmount::bytes ? shape_.page_size : 1;
+        budgets_.insert(budgets_.end(), static_cast<std::size_t>(shape_.kv_heads), keep - keep % whole);
+      }
+      put(pins_, of_rows_.pins, s);
+      put(budgets_, of_rows_.keep, s);
+    }
+  }
+
+  // A number for each slot, since other steps may have more rows than this one. All rows of a constant budget have one.
+  template <class Of>
+  std::vector<std::int32_t> of_all_rows(std::span<const std::int32_t> position, Of of) const {
+    std::vector<std::int32_t> all(static_cast<std::size_t>(shape_.max_slots), of(position.empty() ? 1 : position[0]));
+    std::transform(position.begin(), position.end(), all.begin(), of);
+    return all;
+  }
+
+  template <class T>
+  static void put(const std::vector<T>& from, StreamMemory& to, Stream s) {
+    const std::size_t bytes = from.size() * sizeof(T);
+    if (!to) to = StreamMemory(s, bytes);
+    copy_memory(to.as<>(), from.data(), bytes, s);
   }
 
   static View<const std::int32_t, 2> head_lengths(const LayerKv& kv, Stream s) {
@@ -316,26 +340,16 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
 
   bool constant() const { return amount_.kind == BudgetAmount::unlimited || amount_.kind == BudgetAmount::tokens; }
 
-  int pages_of_budget(const LayerKv& kv, int row) const {
-    const int tokens = total(kv.position[row]), all = shape_.max_pages();
+  int pages_of_budget(int seen) const {
+    const int tokens = total(seen), all = shape_.max_pages();
     return tokens == unlimited ? all
                                : std::min(all, std::max({1, selector_needs_.min_pages(), tokens / shape_.page_size}));
   }
 
   View<const std::int32_t, 2> page_budgets(const LayerStep& step, Stream s) {
-    if (constant() && step.rows() > 0) {
-      const std::int64_t slots = shape_.max_slots, heads = step.kv_heads();
-      if (!same_budgets_) {
-        same_budgets_ = StreamMemory(s, static_cast<std::size_t>(slots * heads) * sizeof(std::int32_t));
-        const auto all = View<std::int32_t, 2>::dense(same_budgets_.as<std::int32_t>(), {slots, heads});
-        ops::fill_heads(all, pages_of_budget(step, 0), s);
-      }
-      return View<const std::int32_t, 2>::dense(same_budgets_.as<std::int32_t>(), {step.rows(), heads});
-    }
-    budgets_.clear();
-    for (int row = 0; row < step.rows(); ++row)
-      budgets_.insert(budgets_.end(), static_cast<std::size_t>(step.kv_heads()), pages_of_budget(step, row));
-    return step.upload_heads("page budgets", budgets_.data());
+    if (step.rows() == 0) return {};
+    if (!told_) tell({step.position, static_cast<std::size_t>(step.rows())}, s);
+    return View<const std::int32_t, 2>::dense(page_budgets_.as<std::int32_t>(), {step.rows(), step.kv_heads()});
   }
 
   // All pages but the newest go to the host; those of the newest resident_tokens also stay on the device. left: tokens
@@ -357,7 +371,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   // would ask for them all at once.
   int room_of(const LayerKv& kv) const {
     int room = resident_pages();
-    for (int row = 0; row < kv.rows(); ++row) room = std::max(room, pages_of_budget(kv, row));
+    for (int row = 0; row < kv.rows(); ++row) room = std::max(room, pages_of_budget(kv.position[row]));
     return room;
   }
 
@@ -378,9 +392,12 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   Needs scorer_needs_, selector_needs_;
   int every_ = 0, dense_layers_ = 0;
   bool ages_ = false;    // appended tokens are exact, and pages of older ones have the codec
-  bool steady_ = false;  // each decode step evicts down to the same number of tokens
-  Constants constants_;
-  StreamMemory same_budgets_;  // [row, kv_head] pages, where every row and step has the same
+  bool steady_ = false;  // each decode step evicts down to the budget
+  bool told_ = false;    // the engine tells of each step
+  struct {
+    StreamMemory pins, keep;  // [row], [row, kv_head]: what evictions of each step leave
+  } of_rows_;
+  StreamMemory page_budgets_;  // [row, kv_head] pages
   Shape shape_;
   BudgetAmount amount_, for_pages_;  // the experiment's; the same less the state of scorer and selector
   std::int64_t page_bytes_ = 0;

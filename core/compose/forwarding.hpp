@@ -5,11 +5,12 @@
 #include <memory>
 #include <utility>
 
+#include "plugin/before_step.hpp"
 #include "plugin/edits_author.hpp"
 
 namespace kvlab {
 
-class ForwardingPolicy : public Policy, public EditsAuthor {
+class ForwardingPolicy : public Policy, public EditsAuthor, public BeforeStep {
  public:
   explicit ForwardingPolicy(std::shared_ptr<Policy> inner) : inner_(std::move(inner)) {}
 
@@ -24,6 +25,9 @@ class ForwardingPolicy : public Policy, public EditsAuthor {
   void select(const LayerStep& step, Edits& edits, Stream s) override { inner_->select(step, edits, s); }
   void observe(const LayerStep& step, Edits& edits, Stream s) override { inner_->observe(step, edits, s); }
   void finish_step(const Step& step, Edits& edits, Stream s) override { inner_->finish_step(step, edits, s); }
+  void before_step(std::span<const std::int32_t> position, Stream s) override {
+    if (auto* p = dynamic_cast<BeforeStep*>(inner_.get())) p->before_step(position, s);
+  }
   void release(int slot) override { inner_->release(slot); }
 
  protected:
