@@ -138,8 +138,9 @@ CellResult run_cell(const CellInput& given) {
   CellInput in = given;
   prepare_for(in);
   CellResult out = passes_or_error(in);
+  if (const std::string idle = results::never_acted(out.summary); !idle.empty())
+    out = broken_cell(in, "failed", idle + ": such a row would be the full cache's under another name");
   out.summary.by_age = ranks_by_age(in);
-  if (const std::string idle = results::never_acted(out.summary); !idle.empty()) log::warn(idle);
   out.summary.warnings = results::column_of(said.warnings());
   return out;
 }

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <catch2/catch.hpp>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -55,7 +56,7 @@ struct Ended {
   std::string out, err;
 };
 
-// A folder with an experiment of two cells and the command line. Cell 2 never evicts: snapkv without prefill.
+// A folder with an experiment of two cells and the command line. equal_bytes warns of both.
 struct Folder {
   test::TempDir dir;
   std::string experiment = (dir / "e.yaml").string(), result = (dir / "o.h5").string();
@@ -64,7 +65,7 @@ struct Folder {
     test::write_file(experiment, "model: {path: " + test::golden("tiny/llama-gqa3").string() +
                                      ", dtype: f32}\n"
                                      "tasks: [text: {prefix: 150, forced: 4, samples: 1}]\n"
-                                     "policies: [full, snapkv: {budget: {tokens: 40}, schedule: {prefill: false}}]\n"
+                                     "policies: [full, quest: {dense_layers: 0}]\nequal_bytes: 40KB\n"
                                      "metrics: [score, memory]\npage_size: 8\nbackend: cpu\noutput: " +
                                      result + "\n");
   }
@@ -92,21 +93,40 @@ TEST_CASE("a cell's warnings are said, kept in the result file and reported, aga
   const Ended run = folder.kvlab({"run", folder.experiment});
   INFO(run.err);
   CHECK(run.code == 0);
-  CHECK_THAT(run.err, Contains("[2/2] text snapkv 40: ok in ") && Contains("\nwarning: snapkv never acted in "));
+  CHECK_THAT(run.err, Contains("[2/2] text quest 40000 B: ok in ") && Contains("\nwarning: equal_bytes: 'quest' evicts "));
   CHECK(run.err.find("debug") == std::string::npos);
   CHECK(run.err.find('\x1b') == std::string::npos);
   const auto rows = results::read_summary(folder.result).rows;
   REQUIRE(rows.size() == 2);
-  CHECK(rows[0].warnings.empty());
-  CHECK_THAT(rows[1].warnings, Catch::StartsWith("snapkv never acted in ") && !Contains("\n"));
+  CHECK(rows[0].warnings == "equal_bytes leaves 'full' as it is: it takes no budget");
+  CHECK_THAT(rows[1].warnings, Catch::StartsWith("equal_bytes: 'quest' evicts nothing") && !Contains("\n"));
   const std::string line = "warning: " + rows[1].warnings + " (cell " + rows[1].cell + ")\n";
   CHECK_THAT(run.out, Contains(line));
 
   const Ended again = folder.kvlab({"run", folder.experiment});
   CHECK(again.code == 0);
-  CHECK_THAT(again.err, Contains("2 of 2 cells were finished already") && !Contains("never acted"));
+  CHECK_THAT(again.err, Contains("2 of 2 cells were finished already") && !Contains("equal_bytes"));
   CHECK_THAT(again.out, Contains(line));
   CHECK_THAT(folder.kvlab({"report", folder.result}).out, Contains(line));
+}
+
+TEST_CASE("a method that never acts under a budget that binds fails its cell", "[log]") {
+  const Folder folder;
+  test::write_file(folder.experiment,
+                   "model: {path: " + test::golden("tiny/llama-gqa3").string() +
+                       ", dtype: f32}\ntasks: [text: {prefix: 150, forced: 4, samples: 1}]\n"
+                       "policies: [full, snapkv: {budget: {tokens: 40}, schedule: {prefill: false}}]\n"
+                       "metrics: [score, memory]\npage_size: 8\nbackend: cpu\noutput: " +
+                       folder.result + "\n");
+  const Ended run = folder.kvlab({"run", folder.experiment});
+  INFO(run.err);
+  CHECK(run.code == 1);
+  const auto rows = results::read_summary(folder.result).rows;
+  REQUIRE(rows.size() == 2);
+  CHECK(rows[0].status == "ok");
+  CHECK(rows[1].status == "failed");
+  CHECK_THAT(rows[1].error, Catch::StartsWith("snapkv never acted in ") && Contains("budget 40 of 154 tokens"));
+  CHECK(std::isnan(rows[1].score));
 }
 
 TEST_CASE("-v, -q, --log and KVLAB_LOG choose what is said and where", "[log]") {
@@ -115,9 +135,9 @@ TEST_CASE("-v, -q, --log and KVLAB_LOG choose what is said and where", "[log]") 
   const Ended quiet = folder.kvlab({"run", folder.experiment, "-q", "--log", log});
   CHECK(quiet.code == 0);
   CHECK(quiet.out.empty());
-  CHECK_THAT(quiet.err, Catch::StartsWith("warning: snapkv never acted in ") && !Contains("[1/2]"));
+  CHECK_THAT(quiet.err, Catch::StartsWith("warning: equal_bytes leaves 'full' ") && !Contains("[1/2]"));
   CHECK_THAT(text_of(log), Contains("Z debug kvlab ") && Contains("Z info [1/2] text full: ok in ") &&
-                               Contains("Z warning snapkv never acted in ") && Contains(": plain pass: "));
+                               Contains("Z warning equal_bytes: 'quest' ") && Contains(": plain pass: "));
 
   const std::string before = text_of(log);
   const Ended verbose = folder.kvlab({"run", folder.experiment, "-v", "--log", log});
