@@ -31,7 +31,9 @@ std::vector<std::string> warnings_of(const SummaryRow& row) {
 }
 
 std::string never_acted(const SummaryRow& row) {
-  const bool idle = row.status == "ok" && row.fired == 0 && row.budget_tokens >= 0 &&
+  // Without a decode step only a scorer can act. by_age is -1 for other policies.
+  const bool may_act = row.by_age >= 0 || row.output_tokens < 0 || row.output_tokens > row.samples;
+  const bool idle = row.status == "ok" && may_act && row.fired == 0 && row.budget_tokens >= 0 &&
                     row.budget_tokens < 0.95 * static_cast<double>(row.context_tokens) && !(row.compression >= 1.05);
   if (!idle) return "";
   const std::string compression = std::isnan(row.compression) ? "-" : fmt::format("{:.4g}", row.compression);

@@ -138,9 +138,11 @@ CellResult run_cell(const CellInput& given) {
   CellInput in = given;
   prepare_for(in);
   CellResult out = passes_or_error(in);
-  if (const std::string idle = results::never_acted(out.summary); !idle.empty())
+  const std::int64_t by_age = out.summary.by_age = ranks_by_age(in);
+  if (const std::string idle = results::never_acted(out.summary); !idle.empty()) {
     out = broken_cell(in, "failed", idle + ": such a row would be the full cache's under another name");
-  out.summary.by_age = ranks_by_age(in);
+    out.summary.by_age = by_age;
+  }
   out.summary.warnings = results::column_of(said.warnings());
   return out;
 }

@@ -93,7 +93,8 @@ TEST_CASE("a cell's warnings are said, kept in the result file and reported, aga
   const Ended run = folder.kvlab({"run", folder.experiment});
   INFO(run.err);
   CHECK(run.code == 0);
-  CHECK_THAT(run.err, Contains("[2/2] text quest 40000 B: ok in ") && Contains("\nwarning: equal_bytes: 'quest' evicts "));
+  CHECK_THAT(run.err,
+             Contains("[2/2] text quest 40000 B: ok in ") && Contains("\nwarning: equal_bytes: 'quest' evicts "));
   CHECK(run.err.find("debug") == std::string::npos);
   CHECK(run.err.find('\x1b') == std::string::npos);
   const auto rows = results::read_summary(folder.result).rows;

@@ -142,6 +142,9 @@ TEST_CASE("failures, labels and policies that never acted are said") {
   CHECK(!warns([](SummaryRow& r) { r.budget_tokens = not_measured; }));  // no budget
   CHECK(!warns([](SummaryRow& r) { r.budget_tokens = 2048; }));
   CHECK(!warns([](SummaryRow& r) { r.compression = 2; }));  // a codec: smaller without an edit
+  // Answers of one token have no decode step, in which a selector would act. A scorer acts in the prompt, too.
+  CHECK(!warns([](SummaryRow& r) { r.samples = r.output_tokens = 5; }));
+  CHECK(warns([](SummaryRow& r) { r.samples = r.output_tokens = 5, r.by_age = 0; }));
   CHECK_THAT(text_of({}), Contains("no cell has finished"));
 }
 

@@ -95,7 +95,7 @@ TEST_CASE("results are the same bits with a warm-up and without, in the first ce
 }
 
 TEST_CASE("the tokens that touch a timed cell's engine are not in its ledger") {
-  const char* const host = "quest: {budget: {tokens: 16}, placement: {tier: host, resident: 8}}";
+  const char* const host = "quest: {budget: {tokens: 16}, min_pages: 1, placement: {tier: host, resident: 8}}";
   for (const char* policy : {"full", host})
     for (const int answer : {1, 6}) {  // fewer tokens than touch() feeds, and more
       CAPTURE(policy, answer);
