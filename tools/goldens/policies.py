@@ -79,6 +79,10 @@ class Full:
         """Kept positions per KV head."""
         return [torch.arange(prompt.n)] * self.model.kv_heads
 
+    def finish_prompt(self, kept, n):
+        """Kept positions [layer][kv_head] after the prompt's last layer."""
+        return kept
+
     def select(self, layer, q, k, kept):
         """Positions that this step's attention reads, per KV head, and pages where the policy thinks in pages.
 

@@ -15,6 +15,7 @@ import torch
 import llama
 import policies
 import evicting_policies  # noqa: F401  (adds its policies)
+import layer_policies  # noqa: F401
 
 
 class LayerCache:
@@ -72,6 +73,7 @@ def prefill(model, policy, caches, ids, result):
         rows = model.prompt_attention(q, cache.scored, v, policy.window)[2]
         kept.append(policy.prompt(layer, policies.Prompt(n, q, cache.scored, v, sums, rows)))
         x = model.after_attention(layer, x, attended)
+    kept = policy.finish_prompt(kept, n)
     result.kept.append([list(layer) for layer in kept])
     result.logits.append(model.logits(x[-1:])[0])
     return kept

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 
 import evicting_policies
+import layer_policies
 import llama
 import policies
 import reference_policies as reference
@@ -132,6 +133,45 @@ def test_keyformer():
     noise = policy.noise(0, 3, 1, 4096, torch.float64)
     assert abs(noise.mean() - .5772) < .06 and abs(noise.var() - math.pi**2 / 6) < .15
     assert not torch.equal(noise, policy.noise(1, 3, 1, 4096, torch.float64))
+
+
+def test_criticalkv():
+    score, norm = torch.tensor([.5, .3, .15, .05]), torch.tensor([1., 1, 4, 10])
+    assert layer_policies.two_stages(score, norm, 2, .5, 1e-4).tolist() == [0, 2]
+    assert layer_policies.two_stages(score, norm, 2, 1, 1e-4).tolist() == [0, 1]
+    assert layer_policies.two_stages(score, norm, 2, 0, 1e-4).tolist() == [2, 3]
+    # Two query heads of one KV head: W_0 v = (3, -1) and W_1 v = (2, 2), so the norms are 4 and 4; then 2 and 6.
+    weight = torch.tensor([[1., 1, 2, 0], [1, -1, 0, 2]])
+    assert layer_policies.projected_norms(torch.tensor([[[1., 2], [-1, 1], [3, 0]]]), weight, 2).tolist() == [[5, 3, 6]]
+
+
+def test_zigzag():
+    assert layer_policies.tokens_of_mass(torch.tensor([[.5, .3, .15, .05], [1., 0, 0, 0]]), .9).tolist() == [3, 1]
+    assert layer_policies.zigzag_budgets([10, 20, 30, 40], 100, 20, 1, 1000) == [52, 84, 116, 148]
+    # Of 148 tokens the last layer has room for 120. Its 28 go to the others, and the third has room for 4.
+    assert layer_policies.zigzag_budgets([10, 20, 30, 40], 100, 20, 1, 120) == [64, 96, 120, 120]
+    assert layer_policies.zigzag_budgets([0, 0], 10, 2, 1, 100) == [10, 10]
+    assert sum(layer_policies.zigzag_budgets([1, 1, 1], 33, 0, 1, 100)) == 99
+
+
+def test_cake_budgets():
+    rows = torch.tensor([[[.6, .2], [.2, .6]]])
+    assert abs(layer_policies.cake_preference(rows, 1, 1) - .2011) < 5e-5
+    assert abs(layer_policies.cake_preference(rows, 1.6, .4) - .01181) < 5e-6
+    assert layer_policies.cake_budgets([1, 3], 100, 60) == [40, 60]
+    assert layer_policies.cake_budgets([1, 1, 1], 100, 60) == [34, 33, 33]
+    assert layer_policies.cake_budgets([0, 0], 100, 60) == [50, 50]
+
+
+def test_layers_share():
+    tiny = llama.Llama(os.path.join(TINY, "llama-gqa3"))
+    ids = torch.randint(2, 320, (60,), generator=torch.Generator().manual_seed(3)).tolist()
+    for name in ("criticalkv", "zigzagkv", "cake_over_layers"):
+        spec = {"name": name, "budget": {"tokens": 16}, "window": 4, "every": 0}
+        kept = reference.run(tiny, spec, ids[:48], ids[48:]).kept[0]
+        counts = [len(layer[0]) for layer in kept]
+        assert sum(counts) == 16 * tiny.layers, (name, counts)
+        assert name == "zigzagkv" or (name == "criticalkv") == (len(set(counts)) == 1), (name, counts)
 
 
 def test_newest_of_equals():
