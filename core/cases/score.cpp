@@ -39,6 +39,23 @@ void check_combine(OnCache& x) {
     }
 }
 
+// Numbers near, at, above and below a threshold, and those that are not finite.
+void check_entries(OnCache& x) {
+  const Stream s = x.stream();
+  Numbers<3> in(x, {x.c.rows(), x.c.heads(), x.c.room()});
+  const float special[] = {.25f, std::nextafter(.25f, 1.f), std::nextafter(.25f, 0.f), NAN, INFINITY, -INFINITY, -0.f};
+  for (std::size_t i = 0; i < std::size(special) && static_cast<std::int64_t>(i) < x.c.room(); ++i)
+    in.own()(0, x.c.heads() - 1, static_cast<std::int64_t>(i)) = special[i];
+  for (const float threshold : {.25f, 0.f})
+    x.same<3>(
+        fmt::format("above {}", threshold), in.own(), 0, [&](Scores out) { ops::above(out, threshold, s); },
+        [&](Scores out) { ops::above_reference(out, threshold); });
+  for (const float add : {0.f, 2.f, 1e-10f})
+    x.same<3>(
+        fmt::format("logarithm of x + {}", add), in.own(), 1e-6, [&](Scores out) { ops::logarithm(out, add, s); },
+        [&](Scores out) { ops::logarithm_reference(out, add); });
+}
+
 void check_norms(OnCache& x) {
   const Stream s = x.stream();
   const std::array<std::int64_t, 3> own{x.c.rows(), x.c.kv_heads(), x.c.room()};
@@ -655,6 +672,7 @@ std::vector<Case> list() {
     v.push_back(on_caches("score", shape, 36, check));
   };
   add("arithmetic", check_combine);
+  add("thresholds and logarithms", check_entries);
   add("norms, recency and draws", check_norms);
   add("groups, mass and pooling", check_groups);
   add("softmax, pins, layers and sums of pages", check_tokens);

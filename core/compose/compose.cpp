@@ -9,6 +9,7 @@
 
 #include "base/part_timer.hpp"
 #include "base/stream_memory.hpp"
+#include "compose/over_layers.hpp"
 #include "ops/page/final_list.hpp"
 #include "ops/select/allot.hpp"
 #include "plugin/before_step.hpp"
@@ -50,6 +51,10 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     if (parts_.scorer) {
       scorer_needs_ = parts_.scorer->needs();
       every_ = parts_.every.value_or(parts_.scorer->every());
+    }
+    if (parts_.scorer && parts_.split && parts_.split->numbers() > 0) {
+      over_layers_.emplace(*parts_.split, *parts_.scorer, scorer_needs_);
+      scorer_needs_ = over_layers_->needs();
     }
     if (parts_.selector) selector_needs_ = parts_.selector->needs();
     if (parts_.selector && parts_.host) selector_needs_.host_pages(true);
@@ -101,6 +106,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     CountedWorkspace counted(w);
     if (parts_.scorer) parts_.scorer->attach(shape, amount, counted);
     if (parts_.selector) parts_.selector->attach(shape, amount, counted);
+    if (over_layers_) over_layers_->attach(shape, dense_layers_, counted);
     for_pages_ = amount_for_pages(amount, counted.bytes_per_slot());
     check_amount();
     if (parts_.injection && parts_.selector) injector_.emplace(*parts_.injection, shape, w);
@@ -120,21 +126,26 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     if (parts_.compress_prompt) due_ = last_;
     if (parts_.selector) parts_.selector->prefill(kv, s);
     if (injector_) injector_->begin(kv, s);
+    if (over_layers_) {
+      parts_.scorer->observe(over_layers_->for_scorer(kv), s);
+      return measure(kv, s);
+    }
     View<const std::int32_t, 2> left;
     if (parts_.scorer) {
       parts_.scorer->observe(kv, s);
       left = compress(kv, edits, s);
     }
-    if (ages_ && any(last_)) {
-      const PageList aged = kv.list<PageList>("aged pages", shape_.max_pages());
-      ops::aged_pages(kv.pages, left, parts_.codec->residual(), aged, s);
-      edits.encode(aged, 1);
-    }
-    if (!parts_.host || !any(last_) || kv.layer < dense_layers_) return;
-    if (parts_.selector)
-      edits.place(no_pages(kv, s), {.room = room_of(kv)});
-    else
-      place_rest(kv, left, kv.upload("prompts that end", last_.data()), edits, s);
+    if (any(last_)) end_prompt(kv, left, edits, s);
+  }
+
+  void finish_prompt(const LayerKv& kv, Edits& edits, Stream s) override {
+    if (!over_layers_) return;
+    if (kv.layer == 0)
+      over_layers_->divide(kv, amount_.kind == BudgetAmount::bytes ? shape_.page_size : 1, total(kv.position[0]), s);
+    View<const std::int32_t, 2> left;
+    if (over_layers_->divided() && kv.layer >= dense_layers_)
+      left = keep_best(kv, over_layers_->scores(kv), over_layers_->keep(kv), over_layers_->pins(kv), edits, s);
+    end_prompt(kv, left, edits, s);
   }
 
   void select(const LayerStep& step, Edits& edits, Stream s) override {
@@ -227,6 +238,42 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     return std::count(mask.begin(), mask.end(), 0) < std::ssize(mask);
   }
 
+  // A prompt's layer, for the division over all of them.
+  void measure(const LayerPrefill& kv, Stream s) {
+    if (kv.layer == 0) over_layers_->begin();
+    const int tokens = std::min(total(kv.position[0]), kv.position[0]);
+    if (!due_[0] || tokens == kv.position[0] || kv.layer < dense_layers_) return;
+    const PartTimer timer(Part::score);
+    over_layers_->measure(kv, tokens, s);
+  }
+
+  // Of a prompt's last chunk. left: tokens after this callback's eviction, empty without one.
+  void end_prompt(const LayerKv& kv, View<const std::int32_t, 2> left, Edits& edits, Stream s) {
+    if (ages_) {
+      const PageList aged = kv.list<PageList>("aged pages", shape_.max_pages());
+      ops::aged_pages(kv.pages, left, parts_.codec->residual(), aged, s);
+      edits.encode(aged, 1);
+    }
+    if (!parts_.host || kv.layer < dense_layers_) return;
+    if (parts_.selector)
+      edits.place(no_pages(kv, s), {.room = room_of(kv)});
+    else
+      place_rest(kv, left, kv.upload("prompts that end", last_.data()), edits, s);
+  }
+
+  // Evicts all but the best. Returns the tokens that are left, [row, kv_head].
+  static View<const std::int32_t, 2> keep_best(const LayerKv& kv, View<const float, 3> scores,
+                                               View<const std::int32_t, 2> keep, const Pins* pins, Edits& edits,
+                                               Stream s) {
+    const TokenList kept = kv.list<TokenList>("kept", kv.max_length);
+    {
+      const PartTimer timer(Part::select);
+      ops::top_tokens(kv.pages, scores, keep, pins, kept, s);
+    }
+    edits.evict_rest(kept);
+    return kept.count;
+  }
+
   int total(int seen) const { return budget_tokens(for_pages_, seen, shape_, page_bytes_, dense_layers_); }
 
   // Evicts in the rows that are due. Returns the tokens that are left, [row, kv_head]; empty if nothing was evicted.
@@ -255,7 +302,9 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     a.kv = &kv;
     a.host_pins = pins_.data();
     a.host_total = totals_.data();
-    if (parts_.split)
+    if (over_layers_)
+      over_layers_->keep_of_rows(kv, keep, s);
+    else if (parts_.split)
       parts_.split->allot(a, s);
     else
       ops::allot_uniform(a, s);
@@ -263,13 +312,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     // (top_tokens keeps the pins in any case.)
     ops::round_allotment(a.length, kv.upload("keep all", keep_all_.data()),
                          amount_.kind == BudgetAmount::bytes ? shape_.page_size : 1, keep, s);
-    TokenList kept = kv.list<TokenList>("kept", kv.max_length);
-    {
-      const PartTimer select_timer(Part::select);
-      ops::top_tokens(kv.pages, scores, keep, a.pins, kept, s);
-    }
-    edits.evict_rest(kept);
-    return kept.count;
+    return keep_best(kv, scores, keep, a.pins, edits, s);
   }
 
   // The same for a decode step of which nothing on the host depends on the step: a graph may hold it. A head that is
@@ -402,6 +445,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   BudgetAmount amount_, for_pages_;  // the experiment's; the same less the state of scorer and selector
   std::int64_t page_bytes_ = 0;
   std::optional<Injector> injector_;
+  std::optional<OverLayers> over_layers_;  // where the split divides over them
   // Buffers of one callback; they outlive it so that a decode step allocates nothing.
   std::vector<std::uint8_t> last_, due_, keep_all_;  // [row]
   std::vector<std::int32_t> totals_, budgets_;       // [row], [row, kv_head]
@@ -441,8 +485,9 @@ std::unique_ptr<Policy> compose(Composition parts) {
     refuse("got an oracle and placement on the host, wanted pages on the device: it reads all of them in each step");
   if (parts.split && !parts.scorer) refuse("got a budget split without a scorer, wanted a scorer that it divides for");
   if (parts.every && *parts.every > 0 && !parts.scorer) refuse("got a schedule without a scorer, wanted a scorer");
-  if (parts.scorer && parts.every.value_or(parts.scorer->every()) > 0 && parts.scorer->needs().window_queries() > 0 &&
-      parts.scorer->needs().any_mass() == Mass::none)
+  // A scorer with a schedule of its own knows what to do in decode steps.
+  if (parts.scorer && parts.every.value_or(0) > 0 && parts.scorer->every() == 0 &&
+      parts.scorer->needs().window_queries() > 0 && parts.scorer->needs().any_mass() == Mass::none)
     refuse("got schedule.every with a scorer that looks at nothing but the prompt's last queries, wanted every: 0");
   return std::make_unique<ComposedPolicy>(std::move(parts));
 }

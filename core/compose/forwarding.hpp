@@ -22,6 +22,7 @@ class ForwardingPolicy : public Policy, public EditsAuthor, public BeforeStep {
   void load_profile(const Profile& profile) override { inner_->load_profile(profile); }
   void attach(const Shape& shape, const BudgetAmount& b, Workspace& w) override { inner_->attach(shape, b, w); }
   void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override { inner_->prefill(kv, edits, s); }
+  void finish_prompt(const LayerKv& kv, Edits& edits, Stream s) override { inner_->finish_prompt(kv, edits, s); }
   void select(const LayerStep& step, Edits& edits, Stream s) override { inner_->select(step, edits, s); }
   void observe(const LayerStep& step, Edits& edits, Stream s) override { inner_->observe(step, edits, s); }
   void finish_step(const Step& step, Edits& edits, Stream s) override { inner_->finish_step(step, edits, s); }

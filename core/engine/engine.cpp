@@ -142,6 +142,7 @@ CacheMemory Engine::memory(const Model& model, Policy& policy, const EngineOptio
   m.mass = mass_bytes(s, needs.any_mass());
   m.scratch_of_callback =
       number * s.query_heads * (needs.scratch_numbers() * slots * s.max_tokens + std::int64_t{s.head_dim} * s.head_dim);
+  if (needs.output_projection()) m.scratch_of_callback += Projection::scratch_bytes(s, model.config.hidden);
   m.scratch = m.scratch_of_callback * (needs.observe_beside() ? 2 : 1);
   m.frame = taken.frame;
   m.page = taken.frame + taken.frame_places;
@@ -177,6 +178,7 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
   given_.resize(tail_.size());
   questions_ = StreamMemory(stream_, tail_.size() * sizeof(std::uint32_t));
   zero_memory(questions_.as<>(), questions_.bytes(), stream_);
+  if (needs_.output_projection()) projection_.emplace(*executor_);
   if (needs_.future_mass()) foresight_.emplace(*options.recorded, *store_, question_);
   if (needs_.steps()) {
     host_steps_.resize(tail_.size());
@@ -392,6 +394,7 @@ LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std:
   kv.steps = device_steps_.as<std::int32_t>();
   kv.max_length = store_->max_length(layer, slots);
   if (foresight_) kv.future = &*foresight_;
+  if (projection_) kv.projection = &*projection_;
   kv.budget = layer < needs_.dense_layers() ? unlimited_.data() : budget_.data();
   return kv;
 }
@@ -473,7 +476,22 @@ Fit Engine::prompt(const PromptLayer& l) {
   policy_->prefill(kv, edits, stream_);
   const Fit fit = apply_after("prefill", edits.all(), slots);
   store_->workspace().reset();
-  return fit;
+  const bool ends = l.last && l.layer + 1 == s.layers;
+  return ends && fit == Fit::ok && needs_.finish_prompt() ? finish_prompt(slots, position) : fit;
+}
+
+Fit Engine::finish_prompt(const std::vector<std::int32_t>& slots, std::span<const std::int32_t> position) {
+  const std::vector<std::int32_t> step(slots.size(), 0);
+  for (int layer = 0; layer < store_->shape().layers; ++layer) {
+    LayerKv kv = layer_kv(layer, slots, position);
+    kv.step = step.data();
+    Edits edits(layer);
+    policy_->finish_prompt(kv, edits, stream_);
+    const Fit fit = apply_after("finish_prompt", edits.all(), slots);
+    store_->workspace().reset();
+    if (fit != Fit::ok) return fit;
+  }
+  return Fit::ok;
 }
 
 LayerStep Engine::layer_step(const DecodeLayer& l) {

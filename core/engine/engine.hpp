@@ -16,6 +16,7 @@
 #include "engine/cache_memory.hpp"
 #include "engine/foresight.hpp"
 #include "engine/host_copy.hpp"
+#include "engine/projection.hpp"
 #include "exec/executor.hpp"
 
 namespace kvlab {
@@ -185,6 +186,7 @@ class Engine final : private LayerHooks {
   std::int64_t frame_bytes(CodecSpec codec) const;
   std::int64_t full_bytes(std::int64_t tokens, CodecSpec codec) const;
   void count_budgets(std::span<const std::int32_t> position);  // once per step, or per layer of a prompt
+  Fit finish_prompt(const std::vector<std::int32_t>& slots, std::span<const std::int32_t> position);
   LayerStep layer_step(const DecodeLayer& l);
   Fit observe(const DecodeLayer& l);
   bool places(const std::vector<std::int32_t>& slots) const;
@@ -218,7 +220,8 @@ class Engine final : private LayerHooks {
   std::vector<std::uint32_t> sequence_, sequences_;  // of the callback's rows; of each slot
   StreamMemory questions_;                           // [slot] u32
   std::vector<std::uint32_t> question_;              // [slot] the same on the host
-  std::optional<Foresight> foresight_;               // where the policy needs it
+  std::optional<Foresight> foresight_;               // where the policy needs it, like projection_
+  std::optional<Projection> projection_;
   StreamMemory device_steps_;                        // [slot] i32: LayerKv::steps
   std::vector<std::int32_t> host_steps_;             // [slot] the same on the host
   std::vector<std::vector<Given>> given_;            // [slot]

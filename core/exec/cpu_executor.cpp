@@ -72,6 +72,12 @@ void CpuExecutor::project_block(const ModelLayer& l, const float* x, std::int64_
   }
 }
 
+void CpuExecutor::project_output(int layer, const float* x, std::int64_t rows, float* y) const {
+  const PartTimer timer(Part::gemm);
+  const ops::Linear& output = model_->layers[static_cast<std::size_t>(layer)].output;
+  output.apply(x, output.k(), y, output.n(), rows);
+}
+
 // x += output projection of attention, then x += MLP(x).
 void CpuExecutor::finish_layer(int layer, std::int64_t rows) {
   const ModelConfig& c = model_->config;

@@ -434,6 +434,12 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2>
   return DType::f32;
 }
 
+void CudaExecutor::project_output(int layer, const float* x, std::int64_t rows, float* y) const {
+  const PartTimer timer(Part::gemm);
+  const CudaMatrix& output = weights_.layers[static_cast<std::size_t>(layer)].output;
+  ops::linear(product(output, x, DType::f32, rows, {}, y, output.n), stream_);
+}
+
 void CudaExecutor::finish_layer(int layer, std::int64_t rows) {
   const PartTimer timer(Part::gemm);
   const ModelConfig& c = model_->config;

@@ -175,6 +175,34 @@ class GuardedBudget final : public Guard<Budget>, public Verified {
   bool uniform_heads() const override {
     return ask("uniform_heads", [](Budget& b) { return b.uniform_heads(); });
   }
+  int numbers() const override {
+    return at_least_0("numbers", ask("numbers", [](Budget& b) { return b.numbers(); }));
+  }
+  int window_queries() const override {
+    return at_least_0("window_queries", ask("window_queries", [](Budget& b) { return b.window_queries(); }));
+  }
+  void measure(const LayerKv& kv, Scores scores, Pins pins, View<float, 3> out, Stream s) override {
+    ask("measure", [&](Budget& b) { b.measure(kv, scores, pins, out, s); });
+  }
+  std::vector<std::int32_t> divide(const Division& d) const override {
+    std::vector<std::int32_t> keep = ask("divide", [&](Budget& b) { return b.divide(d); });
+    if (keep.size() != d.length.size())
+      who_.refuse("divide",
+                  fmt::format("got numbers for {} KV heads of the layers, wanted {}", keep.size(), d.length.size()));
+    std::int64_t sum = 0;
+    for (std::size_t i = 0; i < keep.size(); ++i) {
+      const auto heads = static_cast<std::size_t>(d.kv_heads);
+      if (keep[i] < 0 || keep[i] > d.length[i])
+        who_.refuse("divide", fmt::format("got {} tokens to keep in divided layer {}, KV head {}, wanted none below 0 "
+                                          "and at most the {} that it holds",
+                                          keep[i], i / heads, i % heads, d.length[i]));
+      sum += keep[i];
+    }
+    if (const std::int64_t most = std::int64_t{d.layers} * d.kv_heads * d.tokens; sum > most)
+      who_.refuse("divide",
+                  fmt::format("got {} tokens to keep over all layers and KV heads, wanted at most {}", sum, most));
+    return keep;
+  }
   void allot(const Allotment& a, Stream stream) override {
     ask("allot", [&](Budget& b) { b.allot(a, stream); });
     const auto bytes = static_cast<std::size_t>(a.keep.extent[0]) * sizeof(std::int64_t);
@@ -195,6 +223,11 @@ class GuardedBudget final : public Guard<Budget>, public Verified {
   void forget() override { note_.take(); }
 
  private:
+  int at_least_0(const char* callback, int n) const {
+    if (n < 0) who_.refuse(callback, fmt::format("got {}, wanted 0 or more", n));
+    return n;
+  }
+
   Note note_;
   StreamMemory kept_;  // i64 [row]: sum of tokens to keep over the layers so far
 };
@@ -260,6 +293,9 @@ class GuardedPolicy final : public Guard<Policy>, public EditsAuthor {
   }
   void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
     edit("prefill", edits, [&](Policy& p) { p.prefill(kv, edits, s); });
+  }
+  void finish_prompt(const LayerKv& kv, Edits& edits, Stream s) override {
+    edit("finish_prompt", edits, [&](Policy& p) { p.finish_prompt(kv, edits, s); });
   }
   void select(const LayerStep& step, Edits& edits, Stream s) override {
     edit("select", edits, [&](Policy& p) { p.select(step, edits, s); });

@@ -1,6 +1,5 @@
 // CAKE: the prompt's last queries rank tokens by the mean of their attention and by how much it changes from query to
-// query. Qin et al., ICLR 2025. Its division of a budget over the layers needs statistics of all layers and is not
-// here.
+// query. Qin et al., ICLR 2025. plugins/cake_layers divides a budget over the layers as it does.
 #include <kvlab/plugin.hpp>
 
 namespace {

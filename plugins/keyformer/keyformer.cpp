@@ -5,17 +5,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 namespace {
 
 using kvlab::View;
 
-constexpr int block = 8;                                // queries of a prompt whose logits exist at once
-constexpr std::int64_t starts = std::int64_t{1} << 18;  // of a query's noise in the table
-constexpr std::int64_t head_step = 4099;                // from one head's noise to the next
+constexpr int block = 8;  // queries of a prompt whose logits exist at once
 
-class Keyformer final : public kvlab::Policy {
+class Keyformer final : public kvlab::Scorer {
  public:
   explicit Keyformer(const kvlab::Params& p)
       : recent_(p.get<int>("recent")),
@@ -31,56 +28,46 @@ class Keyformer final : public kvlab::Policy {
                                                   ": the temperature grows");
   }
 
-  kvlab::Needs needs() const override { return kvlab::Needs{}.token_state("score").scratch_numbers(block + 4); }
-  kvlab::Demand demand(int prompt, int max_new) const override {
-    if (tokens_ == 0) return {};
-    return {.device_prefill = std::min(prompt, tokens_),
-            .device_decode = every_ == 0 ? -1 : std::min(prompt + max_new, tokens_ + every_)};
+  kvlab::Needs needs() const override { return kvlab::Needs{}.token_state("score").scratch_numbers(2 * block + 12); }
+  kvlab::Pins pins(int tokens) const override {
+    return {.last = static_cast<int>(std::int64_t{tokens} * recent_ / 100)};
+  }
+  const char* column() const override { return "score"; }
+  int every() const override { return every_; }
+  void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {
+    kvlab::ops::read_state(kv.state("score"), out, s);
   }
 
-  void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace& w) override {
-    budget.require(1, "a token");
-    tokens_ = budget.kind == kvlab::BudgetAmount::tokens ? static_cast<int>(budget.value) : 0;
-    if (!noise_) return;
-    kvlab::Random draws(seed_, 0);
-    std::vector<float> table(
-        static_cast<std::size_t>(starts + (shape.query_heads - 1) * head_step + shape.max_tokens + shape.page_size));
-    for (float& x : table) x = static_cast<float>(-std::log(-std::log(draws.unit() + 0x1p-54)));
-    table_ = static_cast<const float*>(w.constant("Gumbel noise", table.data(), table.size() * sizeof(float)));
-  }
-
-  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
+  void observe(const kvlab::LayerKv& kv, kvlab::Stream s) override {
+    if (kv.queries) {
+      const View<const float, 3> q = kv.queries.f32();
+      const Room room(kv, 1, noise_ ? kv.rows() : 0);
+      for (int row = 0; row < kv.rows(); ++row) {
+        const double part = static_cast<double>(std::min(kv.step[row] + 1, steps_)) / steps_;
+        add(kv, room, row, {q.data + row * q.stride[0], {q.extent[1], 1, q.extent[2]}, {q.stride[1], 0, 1}}, 1,
+            tau_init_ + (tau_end_ - tau_init_) * part, s);
+      }
+      return;
+    }
     const View<const float, 4> q = kv.chunk_queries.f32();
     const int n = static_cast<int>(q.extent[2]);
-    const Room room(kv, std::min(block, n));
+    const Room room(kv, std::min(block, n), noise_ ? (n + block - 1) / block : 0);
     for (int i = 0; i < n; i += block)
       add(kv, room, 0,
           {q.data + i * q.stride[2], {q.extent[1], std::min(block, n - i), q.extent[3]}, {q.stride[1], q.stride[2], 1}},
           n - i, tau_init_, s);
-    if (kv.last[0]) shrink(kv, {true}, edits, s);
-  }
-
-  void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
-    const View<const float, 3> q = step.queries.f32();
-    std::vector<bool> due;
-    const Room room(step, 1);
-    for (int row = 0; row < step.rows(); ++row) {
-      const double part = static_cast<double>(std::min(step.step[row] + 1, steps_)) / steps_;
-      add(step, room, row, {q.data + row * q.stride[0], {q.extent[1], 1, q.extent[2]}, {q.stride[1], 0, 1}}, 1,
-          tau_init_ + (tau_end_ - tau_init_) * part, s);
-      due.push_back(every_ > 0 && (step.step[row] + 1) % every_ == 0);
-    }
-    shrink(step, due, edits, s);
   }
 
  private:
   // Scratch of a callback, for one block of queries after the other.
   struct Room {
-    Room(const kvlab::LayerKv& kv, int queries)
+    Room(const kvlab::LayerKv& kv, std::int64_t queries, int noisy)
         : vectors(kv.scratch<float>("queries", {kv.shape->query_heads, queries, kv.pages.head_dim})),
-          shares(kv.scratch<float>("shares", {1, std::int64_t{kv.shape->query_heads} * queries, kv.max_length})),
-          sum(kv.scratch<float>("sum", {1, kv.kv_heads(), kv.max_length})) {}
-    View<float, 3> vectors, shares, sum;
+          shares(kv.scratch<float>("shares", {1, kv.shape->query_heads * queries, kv.max_length})),
+          sum(kv.scratch<float>("sum", {1, kv.kv_heads(), kv.max_length})) {
+      if (noisy > 0) noise = kv.scratch<float>("noise", {kv.shape->group() * queries, kv.kv_heads(), kv.max_length});
+    }
+    View<float, 3> vectors, shares, sum, noise;
   };
 
   // Adds the noisy attention of queries [query head, i, head_dim] to a row's scores, mean over the group. The first of
@@ -96,59 +83,55 @@ class Keyformer final : public kvlab::Policy {
     kvlab::ops::row_dot({&one, kvlab::KvSide::key}, View<const float, 3>::dense(vectors.data, {1, heads * count, dim}),
                         shares, s);
     kvlab::ops::scale(shares, 1 / std::sqrt(static_cast<float>(dim)), s);
-    for (int i = 0; i < count; ++i) {
-      const kvlab::Scores of_query{
-          shares.data + i * shares.stride[1], {1, heads, kv.max_length}, {0, count * shares.stride[1], 1}};
-      if (noise_) kvlab::ops::add(of_query, noise(kv, row, kv.position[row] - newest + i, heads), 1, s);
-      kvlab::ops::set_pinned(one, {.last = newest - 1 - i}, -INFINITY, of_query, s);
-    }
+    if (noise_) add_noise(kv, room, row, kv.position[row] - newest, static_cast<int>(count), shares, s);
+    for (int i = 0; i < count; ++i)
+      kvlab::ops::set_pinned(
+          one, {.last = newest - 1 - i}, -INFINITY,
+          {shares.data + i * shares.stride[1], {1, heads, kv.max_length}, {0, count * shares.stride[1], 1}}, s);
     kvlab::ops::softmax(one, shares, static_cast<float>(tau), s);
     kvlab::ops::group_reduce(one, shares, kvlab::GroupRule::sum, room.sum, s);
     kvlab::ops::blend_state({&one, kv.state("score").column}, 1, room.sum, 1 / static_cast<float>(kv.shape->group()),
                             s);
   }
 
-  // The noise of one query: [1, query head, place]. Where it starts in the table follows from the sequence, the layer
-  // and the query's text position.
-  View<const float, 3> noise(const kvlab::LayerKv& kv, int row, int position, std::int64_t heads) const {
+  // Gumbel noise -ln(-ln u) on the logits of queries at text positions from `first` on. u is a draw that the sequence,
+  // the layer, the query's head and position, and the token's position decide: neither places nor slots. The two
+  // smallest numbers keep 0 and the neighbour of 1 away from the ends of the logarithms.
+  void add_noise(const kvlab::LayerKv& kv, const Room& room, int row, int first, int count, View<float, 3> shares,
+                 kvlab::Stream s) const {
+    const int group = kv.shape->group();
+    kvlab::PagedKv many = kv.pages;
+    many.rows = group * count;
     const std::uint64_t sequence = kvlab::Random(seed_, kv.sequence[row] + std::uint64_t{1}).next();
-    kvlab::Random of_query(sequence, static_cast<std::uint64_t>(position) << 32 | static_cast<std::uint32_t>(kv.layer));
-    return {table_ + of_query.below(starts), {1, heads, kv.max_length}, {0, head_step, 1}};
+    std::vector<std::uint64_t> keys;
+    for (int g = 0; g < group; ++g)
+      for (int i = 0; i < count; ++i)
+        keys.push_back(kvlab::Random(sequence + static_cast<std::uint64_t>(g),
+                                     static_cast<std::uint64_t>(first + i) << 32 | static_cast<std::uint32_t>(kv.layer))
+                           .next());
+    const std::vector<std::int32_t> slots(keys.size(), kv.slots[row]);
+    many.slots = kvlab::upload(*kv.workspace, "slots", slots.data(), {many.rows}).data;
+    const auto noise = View<float, 3>::dense(room.noise.data, {many.rows, kv.kv_heads(), kv.max_length});
+    kvlab::ops::random_scores(many, kvlab::upload(*kv.workspace, "keys", keys.data(), {many.rows}).data, noise, s);
+    kvlab::ops::logarithm(noise, 0x1p-26f, s);
+    kvlab::ops::negate(noise, s);
+    kvlab::ops::logarithm(noise, 0, s);
+    // Query head KV head * group + g has its queries one after the other, and so has `shares`.
+    const View<float, 3> logits{
+        shares.data, {many.rows, kv.kv_heads(), kv.max_length}, {shares.stride[1], many.rows * shares.stride[1], 1}};
+    kvlab::ops::add(logits, noise, -1, s);
   }
 
-  // Evicts in the rows that are due and above their budget.
-  void shrink(const kvlab::LayerKv& kv, const std::vector<bool>& due, kvlab::Edits& edits, kvlab::Stream s) const {
-    const auto rows = static_cast<std::size_t>(kv.rows()), heads = static_cast<std::size_t>(kv.kv_heads());
-    std::vector<std::int32_t> keep(rows * heads, std::numeric_limits<std::int32_t>::max());
-    std::vector<kvlab::Pins> pins(rows);
-    bool any = false;
-    for (std::size_t row = 0; row < rows; ++row) {
-      const int tokens = kv.budget_tokens(static_cast<int>(row));
-      if (!due[row] || kv.position[row] <= tokens) continue;
-      std::fill_n(keep.begin() + static_cast<std::ptrdiff_t>(heads * row), heads, tokens);
-      pins[row].last = static_cast<int>(std::int64_t{tokens} * recent_ / 100);
-      any = true;
-    }
-    if (!any) return;
-    const kvlab::Scores scores = kv.kv_head_scores("scores");
-    kvlab::ops::read_state(kv.state("score"), scores, s);
-    const auto kept = kv.list<kvlab::TokenList>("kept", kv.max_length);
-    kvlab::ops::top_tokens(kv.pages, scores, kv.upload_heads("keep", keep.data()), kv.upload("pins", pins.data()), kept,
-                           s);
-    edits.evict_rest(kept);
-  }
-
-  int recent_, every_, steps_, tokens_ = 0;
+  int recent_, every_, steps_;
   double tau_init_, tau_end_;
   std::uint64_t seed_;
   bool noise_;
-  const float* table_ = nullptr;
 };
 
 }  // namespace
 
 KVLAB_PLUGIN(
-    kvlab::policy<Keyformer>("keyformer",
+    kvlab::scorer<Keyformer>("keyformer",
                              "keeps what attention with noise and a growing temperature adds up to (Adnan et al. 2024)")
         .param("recent", 30, 0, 100, "newest tokens that are always kept, in percent of the budget")
         .param("tau_init", 1., 1e-3, 1e3, "temperature of the prompt's attention, as scores see it")

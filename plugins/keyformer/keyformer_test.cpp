@@ -29,25 +29,42 @@ std::vector<double> after_a_step(const Settings& settings, std::int32_t step) {
   shape.head_dim = 8, shape.page_size = 4, shape.max_tokens = 16;
   HeapWorkspace workspace;
   static Registry registry;
-  const PluginInfo& info = registry.require(Role::policy, "keyformer");
-  const auto policy = create<Policy>(info, resolve(info, settings));
-  policy->attach(shape, {}, workspace);
-  const std::vector<std::string> names = policy->needs().token_state();
+  const PluginInfo& info = registry.require(Role::scorer, "keyformer");
+  const auto scorer = create<Scorer>(info, resolve(info, settings));
+  scorer->attach(shape, {}, workspace);
+  const std::vector<std::string> names = scorer->needs().token_state();
   const std::int32_t position = 5, budget = std::numeric_limits<std::int32_t>::max();
   const std::uint32_t sequence = 0;
-  LayerStep now;
+  LayerKv now;
   now.shape = &shape, now.pages = pages, now.workspace = &workspace, now.state_names = &names;
   now.keys = {&pages, KvSide::key}, now.values = {&pages, KvSide::value};
   now.position = &position, now.step = &step, now.budget = &budget, now.sequence = &sequence;
   now.max_length = 5;
   now.queries = View<const float, 3>::dense(query.data(), {1, 1, 8});
-  Edits edits;
-  policy->observe(now, edits, Stream::cpu());
-  CHECK(edits.all().empty());
+  const std::int32_t slot = 0;
+  now.slots = &slot;
+  scorer->observe(now, Stream::cpu());
   Guarded<3> out({1, 1, 5});
-  ops::read_state({&pages, 0}, out.view(), Stream::cpu());
+  scorer->score(now, out.view(), Stream::cpu());
   const auto values = out.values();
   return {values.begin(), values.end()};
+}
+
+// The noise of a query of member g of a KV head's group and a key, both by text position, in sequence 0.
+double gumbel(std::uint64_t seed, int layer, int kv_head, int g, int query, int key) {
+  const auto mix = [](std::uint64_t z) {
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return z ^ z >> 31;
+  };
+  const auto number = [&](std::uint64_t start, int i) {  // of the SplitMix64 sequence from `start` on
+    return mix(start + 0x9e3779b97f4a7c15 * static_cast<std::uint64_t>(i + 1));
+  };
+  const auto first = [&](std::uint64_t a, std::uint64_t b) { return number(mix(a) ^ mix(~b), 0); };
+  const std::uint64_t heads = first(first(seed, 1) + static_cast<std::uint64_t>(g),
+                                    static_cast<std::uint64_t>(query) << 32 | static_cast<std::uint32_t>(layer));
+  const double uniform = static_cast<double>(number(number(heads, kv_head), key) >> 40) / 16777216.0;
+  return -std::log(-std::log(static_cast<double>(static_cast<float>(uniform) + 0x1p-26f)));
 }
 
 }  // namespace
@@ -84,7 +101,9 @@ TEST_CASE("keyformer: noise moves the scores, adds up to 1 and is the same every
 TEST_CASE("keyformer keeps on real text what a plain implementation keeps") {
   constexpr int prompt = 100, budget = 40, steps = 24, recent = 12;
   const double tau_end = 1.8;
-  OnText run(Role::policy, "keyformer", {{"noise", false}, {"tau_end", tau_end}, {"steps", std::int64_t{20}}}, budget,
+  const bool noise = GENERATE(false, true);
+  OnText run(Role::scorer, "keyformer",
+             {{"noise", noise}, {"tau_end", tau_end}, {"steps", std::int64_t{20}}, {"seed", std::int64_t{5}}}, budget,
              prompt + steps, 16);
   run.prefill(prompt);
   const auto layers = static_cast<std::size_t>(run.config().layers),
@@ -99,8 +118,12 @@ TEST_CASE("keyformer keeps on real text what a plain implementation keeps") {
           seen.queries.at[static_cast<std::size_t>(position)][i % heads * static_cast<std::size_t>(run.group()) + g];
       std::vector<double> s;
       for (const int t : kept[i])
-        s.push_back(dot(q, seen.keys.at[static_cast<std::size_t>(t)][i % heads]) /
-                    std::sqrt(static_cast<double>(q.size())) / tau);
+        s.push_back(
+            (dot(q, seen.keys.at[static_cast<std::size_t>(t)][i % heads]) / std::sqrt(static_cast<double>(q.size())) +
+             (noise ? gumbel(5, static_cast<int>(i / heads), static_cast<int>(i % heads), static_cast<int>(g), position,
+                             t)
+                    : 0)) /
+            tau);
       s = softmax(s);
       for (std::size_t t = 0; t < s.size(); ++t) scores[i][kept[i][t]] += s[t] / run.group();
     }
@@ -133,6 +156,6 @@ TEST_CASE("keyformer keeps on real text what a plain implementation keeps") {
 }
 
 TEST_CASE("keyformer refuses a temperature that falls") {
-  CHECK_THROWS_WITH(OnText(Role::policy, "keyformer", {{"tau_end", .5}}, 40, 100, 16),
+  CHECK_THROWS_WITH(OnText(Role::scorer, "keyformer", {{"tau_end", .5}}, 40, 100, 16),
                     Catch::Contains("got tau_end 0.5") && Catch::Contains("wanted at least tau_init 1.0"));
 }

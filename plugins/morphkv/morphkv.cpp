@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 namespace {
 
@@ -23,7 +22,7 @@ struct Choices<Fusion> {
 
 namespace {
 
-class MorphKv final : public kvlab::Policy {
+class MorphKv final : public kvlab::Scorer {
  public:
   explicit MorphKv(const kvlab::Params& p)
       : window_(p.get<int>("window")),
@@ -31,36 +30,45 @@ class MorphKv final : public kvlab::Policy {
         fusion_(p.get<Fusion>("fusion") == Fusion::max ? kvlab::GroupRule::max : kvlab::GroupRule::sum) {}
 
   kvlab::Needs needs() const override { return kvlab::Needs{}.window_queries(window_).scratch_numbers(window_ + 4); }
-  kvlab::Demand demand(int prompt, int max_new) const override {
-    if (tokens_ == 0) return {};
-    return {.device_prefill = std::min(prompt, tokens_), .device_decode = std::min(prompt + max_new, tokens_ + every_)};
-  }
+  kvlab::Pins pins(int) const override { return {.last = window_}; }
+  int every() const override { return every_; }
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace& w) override {
     budget.require(window_ + 1, "the newest tokens of `window`, and one more");
-    tokens_ = budget.kind == kvlab::BudgetAmount::tokens ? static_cast<int>(budget.value) : 0;
     layer_ = std::int64_t{shape.kv_heads} * window_ * shape.head_dim;
     const auto bytes = static_cast<std::size_t>(layer_ * shape.layers) * sizeof(float);
     queries_ = static_cast<float*>(w.state("newest queries", bytes, shape.max_slots));
   }
 
-  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
-    if (!kv.last[0]) return;
-    const kvlab::View<const float, 4> q = kv.window_queries.f32();
-    const int n = static_cast<int>(q.extent[2]);
-    note(kv, 0, q[0], kv.position[0] - n, n, s);
-    shrink(kv, {true}, edits, s);
+  void observe(const kvlab::LayerKv& kv, kvlab::Stream s) override {
+    if (kv.queries) {
+      const kvlab::View<const float, 3> q = kv.queries.f32();
+      for (int row = 0; row < kv.rows(); ++row)
+        note(kv, row, {q.data + row * q.stride[0], {q.extent[1], 1, q.extent[2]}, {q.stride[1], 0, 1}},
+             kv.position[row] - 1, 1, s);
+    } else if (kv.window_queries) {
+      const kvlab::View<const float, 4> q = kv.window_queries.f32();
+      const int n = static_cast<int>(q.extent[2]);
+      note(kv, 0, q[0], kv.position[0] - n, n, s);
+    }
   }
 
-  void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
-    const kvlab::View<const float, 3> q = step.queries.f32();
-    std::vector<bool> due;
-    for (int row = 0; row < step.rows(); ++row) {
-      note(step, row, {q.data + row * q.stride[0], {q.extent[1], 1, q.extent[2]}, {q.stride[1], 0, 1}},
-           step.position[row] - 1, 1, s);
-      due.push_back((step.step[row] + 1) % every_ == 0);
+  // Each query's softmax over the older tokens alone, then one number of all queries. A text that is longer than its
+  // budget has `window` queries.
+  void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {
+    const kvlab::Scores shares = kv.scratch<float>("shares", {1, kv.kv_heads() * window_, kv.max_length});
+    kvlab::PagedKv one = kv.pages;
+    one.rows = 1;
+    const std::int64_t dim = one.head_dim, queries = std::int64_t{one.kv_heads} * window_;
+    for (int row = 0; row < kv.rows(); ++row, ++one.slots) {
+      const kvlab::Scores to{out.data + row * out.stride[0], {1, out.extent[1], out.extent[2]}, out.stride};
+      kvlab::ops::row_dot({&one, kvlab::KvSide::key},
+                          kvlab::View<const float, 3>::dense(newest(kv, row), {1, queries, dim}), shares, s);
+      kvlab::ops::scale(shares, 1 / std::sqrt(static_cast<float>(dim)), s);
+      kvlab::ops::set_pinned(one, {.last = window_}, -INFINITY, shares, s);
+      kvlab::ops::softmax(one, shares, 1, s);
+      kvlab::ops::group_reduce(one, shares, fusion_, to, s);
     }
-    shrink(step, due, edits, s);
   }
 
  private:
@@ -89,48 +97,7 @@ class MorphKv final : public kvlab::Policy {
     }
   }
 
-  // Evicts in the rows that are due and above their budget. Such a row has `window` queries, because its text is
-  // longer.
-  void shrink(const kvlab::LayerKv& kv, const std::vector<bool>& due, kvlab::Edits& edits, kvlab::Stream s) const {
-    const auto rows = static_cast<std::size_t>(kv.rows()), heads = static_cast<std::size_t>(kv.kv_heads());
-    std::vector<std::int32_t> keep(rows * heads, std::numeric_limits<std::int32_t>::max());
-    const kvlab::Scores scores = kv.kv_head_scores("scores");
-    const kvlab::Scores shares = kv.scratch<float>("shares", {1, kv.kv_heads() * window_, kv.max_length});
-    bool any = false;
-    for (int row = 0; row < kv.rows(); ++row) {
-      const int tokens = kv.budget_tokens(row);
-      if (!due[static_cast<std::size_t>(row)] || kv.position[row] <= tokens) continue;
-      if (tokens <= window_)
-        throw kvlab::Error(kvlab::Errc::config, "got a budget that pays for " + std::to_string(tokens) +
-                                                    " tokens, wanted more than the window of " +
-                                                    std::to_string(window_));
-      std::fill_n(keep.begin() + static_cast<std::ptrdiff_t>(heads) * row, heads, tokens);
-      rank(kv, row, shares, scores, s);
-      any = true;
-    }
-    if (!any) return;
-    const std::vector<kvlab::Pins> pins(rows, {.last = window_});
-    const auto kept = kv.list<kvlab::TokenList>("kept", kv.max_length);
-    kvlab::ops::top_tokens(kv.pages, scores, kv.upload_heads("keep", keep.data()), kv.upload("pins", pins.data()), kept,
-                           s);
-    edits.evict_rest(kept);
-  }
-
-  // Each query's softmax over the older tokens alone, then one number of all queries.
-  void rank(const kvlab::LayerKv& kv, int row, kvlab::Scores shares, kvlab::Scores scores, kvlab::Stream s) const {
-    kvlab::PagedKv one = kv.pages;
-    one.slots += row, one.rows = 1;
-    scores.data += row * scores.stride[0], scores.extent[0] = 1;
-    const std::int64_t dim = one.head_dim, queries = std::int64_t{one.kv_heads} * window_;
-    kvlab::ops::row_dot({&one, kvlab::KvSide::key},
-                        kvlab::View<const float, 3>::dense(newest(kv, row), {1, queries, dim}), shares, s);
-    kvlab::ops::scale(shares, 1 / std::sqrt(static_cast<float>(dim)), s);
-    kvlab::ops::set_pinned(one, {.last = window_}, -INFINITY, shares, s);
-    kvlab::ops::softmax(one, shares, 1, s);
-    kvlab::ops::group_reduce(one, shares, fusion_, scores, s);
-  }
-
-  int window_, every_, tokens_ = 0;
+  int window_, every_;
   kvlab::GroupRule fusion_;
   std::int64_t layer_ = 0;  // numbers of a layer's queries
   float* queries_ = nullptr;
@@ -138,7 +105,7 @@ class MorphKv final : public kvlab::Policy {
 
 }  // namespace
 
-KVLAB_PLUGIN(kvlab::policy<MorphKv>("morphkv",
+KVLAB_PLUGIN(kvlab::scorer<MorphKv>("morphkv",
                                     "keeps the newest tokens and what their queries attend to, in a cache of "
                                     "constant size (Ghadia et al. 2025)")
                  .param("window", 200, 1, 4096, "newest tokens, which stay and whose queries decide what else stays")

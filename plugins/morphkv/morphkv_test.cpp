@@ -34,7 +34,7 @@ TEST_CASE("morphkv keeps on real text what a plain implementation keeps") {
   constexpr int prompt = 120, budget = 48, window = 12, steps = 24;
   for (const bool sum : {false, true})
     for (const int every : {1, 7}) {
-      OnText run(Role::policy, "morphkv",
+      OnText run(Role::scorer, "morphkv",
                  {{"window", std::int64_t{window}},
                   {"fusion", std::string(sum ? "sum" : "max")},
                   {"every", std::int64_t{every}}},
@@ -56,6 +56,6 @@ TEST_CASE("morphkv keeps on real text what a plain implementation keeps") {
 }
 
 TEST_CASE("morphkv refuses a budget that holds no more than its window") {
-  CHECK_THROWS_WITH(OnText(Role::policy, "morphkv", {{"window", std::int64_t{40}}}, 40, 100, 16),
+  CHECK_THROWS_WITH(OnText(Role::scorer, "morphkv", {{"window", std::int64_t{40}}}, 40, 100, 16),
                     Catch::Contains("got a budget of 40 tokens, wanted at least 41"));
 }

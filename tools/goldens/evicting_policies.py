@@ -190,43 +190,51 @@ class Random:
         return self.mix(self.state)
 
 
+def numbers(start, i):
+    """Number i of the SplitMix64 sequence that starts at `start`."""
+    draws = Random(0, 0)
+    draws.state = start + 0x9e3779b97f4a7c15 * i & Random.MASK
+    return draws.next()
+
+
 class Keyformer(Evicting):
     """The sum over queries of softmax((logits + Gumbel noise) / tau), with a tau that grows from decode step to decode step.
 
-    The noise of head h and key j of a query is number start + 4099 h + j of one table of Gumbel numbers, where the
-    sequence (0 here), the layer and the query's position give the start. So a run has the plugin's noise."""
-    STARTS, HEAD_STEP = 1 << 18, 4099
+    The noise of a query and a key follows from the sequence (0 here), the layer, the query's head and position, and the
+    key's position. So a run has the plugin's noise."""
 
     def configure(self, spec):
         super().configure(spec)
         self.last = self.tokens * spec.get("recent", 30) // 100
         self.tau, self.tau_end, self.growth = spec.get("tau_init", 1.0), spec.get("tau_end", 2.0), spec.get("steps", 100)
         self.seed, self.noisy = spec.get("seed", 1), spec.get("noise", True)
-        self.score, self.table = {}, []
+        self.score = {}
 
-    def noise(self, layer, position, heads, keys, dtype):
+    def noise(self, layer, position, head, keys, dtype):
+        """Of one query head and the keys at these positions."""
         if not self.noisy:
-            return torch.zeros(heads, keys, dtype=dtype)
-        if not self.table:
-            draws = Random(self.seed, 0)
-            for _ in range(self.STARTS + heads * self.HEAD_STEP):
-                uniform = (draws.next() >> 11) * 2.0**-53 + 2.0**-54
-                self.table.append(-math.log(-math.log(uniform)))
-        start = Random(Random(self.seed, 1).next(), position << 32 | layer).next() % self.STARTS
-        rows = [self.table[start + head * self.HEAD_STEP:][:keys] for head in range(heads)]
-        return torch.tensor(rows, dtype=torch.float32).to(dtype)
+            return torch.zeros(len(keys), dtype=dtype)
+        kv, member = divmod(head, self.model.group)
+        sequence = Random(self.seed, 1).next() + member & Random.MASK
+        heads = Random(sequence, position << 32 | layer).next()
+        start, gumbel = numbers(heads, kv), []
+        for key in keys.tolist():
+            uniform = torch.tensor((numbers(start, key) >> 40) * 2.0**-24 + 2.0**-26, dtype=torch.float32).item()
+            gumbel.append(-math.log(-math.log(uniform)))
+        return torch.tensor(gumbel, dtype=torch.float64).to(dtype)
 
-    def shares(self, layer, position, logits, tau):
-        """logits [Hq, keys] of one query. Returns [Hkv, keys], the group's mean."""
-        noisy = ((logits + self.noise(layer, position, *logits.shape, logits.dtype)) / tau).softmax(-1)
-        return noisy.reshape(self.model.kv_heads, self.model.group, -1).mean(1)
+    def shares(self, layer, position, head, logits, keys, tau):
+        """Of one query head: logits [keys], and the keys' positions."""
+        return ((logits + self.noise(layer, position, head, keys, logits.dtype)) / tau).softmax(-1)
 
     def prompt(self, layer, prompt):
         total = torch.zeros(self.model.kv_heads, prompt.n, dtype=prompt.q.dtype)
         keys = prompt.k.repeat_interleave(self.model.group, 0)
         for i in range(prompt.n):
             logits = (keys[:, :i + 1] @ prompt.q[:, i, :, None]).squeeze(-1) / math.sqrt(keys.shape[-1])
-            total[:, :i + 1] += self.shares(layer, i, logits, self.tau)
+            for head, row in enumerate(logits):
+                share = self.shares(layer, i, head, row, torch.arange(i + 1), self.tau)
+                total[head // self.model.group, :i + 1] += share / self.model.group
         for kv in range(self.model.kv_heads):
             self.score[layer, kv] = total[kv].clone()  # by text position
         everything = torch.arange(prompt.n)
@@ -237,14 +245,12 @@ class Keyformer(Evicting):
     def attended(self, layer, q, keys, kept, shares):
         part = min(self.steps.get(layer, 0) + 1, self.growth) / self.growth
         tau, position = self.tau + (self.tau_end - self.tau) * part, int(kept[0][-1])
-        for kv, head in enumerate(kept):
-            if self.noisy and self.every:
-                raise ValueError("got noise in decode steps, wanted every: 0: it follows places, which are not here")
-            group = slice(kv * self.model.group, (kv + 1) * self.model.group)
-            noisy = (q[group] @ keys[kv, head].T / math.sqrt(keys.shape[-1]) / tau).softmax(-1).mean(0)
+        for kv, kept_of in enumerate(kept):
             score = self.score[layer, kv]
             self.score[layer, kv] = score = torch.cat([score, score.new_zeros(position + 1 - len(score))])
-            score[head] += noisy
+            for head in range(kv * self.model.group, (kv + 1) * self.model.group):
+                logits = keys[kv, kept_of] @ q[head] / math.sqrt(keys.shape[-1])
+                score[kept_of] += self.shares(layer, position, head, logits, kept_of, tau) / self.model.group
 
     def best(self, layer, kv, head, mass):
         return top(self.pinned(self.score[layer, kv][head]), self.tokens)

@@ -52,6 +52,8 @@ RAAS = {"name": "raas", "budget": BUDGET, "threshold": 0.04}
 LONG_RAAS = {**RAAS, "budget": {"tokens": 90}, "threshold": 0.012}
 MORPHKV = {"name": "morphkv", "budget": BUDGET, "window": 8, "fusion": "max"}
 KEYFORMER = {"name": "keyformer", "budget": BUDGET, "recent": 30, "steps": 16}
+CRITICALKV = {**SNAPKV, "name": "criticalkv"}
+ZIGZAGKV = {**SNAPKV, "name": "zigzagkv"}
 EVICTING = {
     "cake": CAKE,
     "cake_mean_alone": {**CAKE, "gamma": 0.0},
@@ -67,10 +69,17 @@ EVICTING = {
     "raas_no_stamps": {**RAAS, "stamps": False},
     "keyformer": {**KEYFORMER, "noise": False},
     "keyformer_cold": {**KEYFORMER, "noise": False, "tau_init": 0.5, "tau_end": 0.5, "recent": 0, "every": 5},
-    "keyformer_noise": {**KEYFORMER, "tau_init": 1.5, "every": 0, "seed": 7},
+    "keyformer_noise": {**KEYFORMER, "seed": 7},
+    "keyformer_noise_in_prompt": {**KEYFORMER, "tau_init": 1.5, "every": 0, "seed": 7},
     "morphkv": MORPHKV,
     "morphkv_sum": {**MORPHKV, "fusion": "sum"},
     "morphkv_seldom": {**MORPHKV, "every": 5},
+    "criticalkv": CRITICALKV,
+    "criticalkv_first": {**CRITICALKV, "first_stage": 0.25, "pooling": "average", "kernel": 3},
+    "zigzagkv": ZIGZAGKV,
+    "zigzagkv_no_floor": {**ZIGZAGKV, "floor": 0.0, "mass": 0.5},
+    "cake_over_layers": {**CAKE, "name": "cake_over_layers", "every": 0},
+    "cake_over_layers_tuned": {**CAKE, "name": "cake_over_layers", "every": 0, "tau1": 1.6, "tau2": 0.4},
 }
 
 

@@ -115,11 +115,11 @@ def test_morphkv():
 
 
 def test_keyformer():
-    logits = torch.tensor([[0, 0, math.log(2), 0, 0]])
+    logits = torch.tensor([0, 0, math.log(2), 0, 0])
     policy = policies.make({"name": "keyformer", "budget": {"tokens": 4}, "recent": 50, "noise": False}, model())
     for tau, shares, total in ((1, [1 / 6, 1 / 6, 1 / 3, 1 / 6, 1 / 6], [1.3667, .6667, 1.2333, .2667, .1667]),
                                (2, [.1847, .1847, .2612, .1847, .1847], [1.3847, .6847, 1.1612, .2847, .1847])):
-        got = policy.shares(0, 4, logits, tau)[0]
+        got = policy.shares(0, 4, 0, logits, torch.arange(5), tau)
         assert torch.allclose(got, torch.tensor(shares), atol=5e-5)
         policy.score[0, 0] = torch.tensor([1.2, .5, .9, .1, 0]) + got
         assert torch.allclose(policy.score[0, 0], torch.tensor(total), atol=1e-4)
@@ -130,9 +130,10 @@ def test_keyformer():
     assert policy.best(0, 0, torch.arange(100), None).tolist() == list(range(42)) + list(range(82, 100))
     # Gumbel noise has the mean 0.5772 and the variance pi^2 / 6.
     policy = policies.make({"name": "keyformer", "budget": {"tokens": 4}}, model())
-    noise = policy.noise(0, 3, 1, 4096, torch.float64)
+    noise = policy.noise(0, 3, 0, torch.arange(4096), torch.float64)
     assert abs(noise.mean() - .5772) < .06 and abs(noise.var() - math.pi**2 / 6) < .15
-    assert not torch.equal(noise, policy.noise(1, 3, 1, 4096, torch.float64))
+    assert not torch.equal(noise, policy.noise(1, 3, 0, torch.arange(4096), torch.float64))
+    assert torch.equal(noise[7:9], policy.noise(0, 3, 0, torch.tensor([7, 8]), torch.float64))  # positions, not places
 
 
 def test_criticalkv():

@@ -91,6 +91,9 @@ class Needs {
   // LayerKv::future_mass: core first runs the full cache on the same prompts. Such a policy is an oracle. It runs in
   // the cells of an experiment without a workload, and nowhere else: Errc::config.
   Needs& future_mass(bool yes) { return future_mass_ = yes, *this; }
+  Needs& output_projection(bool yes) { return output_projection_ = yes, *this; }  // LayerKv::projected_norms
+  // Policy::finish_prompt.
+  Needs& finish_prompt(bool yes) { return finish_prompt_ = yes, *this; }
   // The arrays of a profile file, which the experiment names. They come through load_profile.
   Needs& profile(bool yes) { return profile_ = yes, *this; }
 
@@ -115,6 +118,8 @@ class Needs {
   bool oracle() const { return oracle_ || future_mass_; }
   bool future_mass() const { return future_mass_; }
   bool profile() const { return profile_; }
+  bool output_projection() const { return output_projection_; }
+  bool finish_prompt() const { return finish_prompt_; }
   bool host_pages() const { return host_pages_; }
   bool archive() const { return archive_; }
   bool pauses() const { return pauses_; }
@@ -142,6 +147,8 @@ class Needs {
   bool oracle_ = false;
   bool future_mass_ = false;
   bool profile_ = false;
+  bool output_projection_ = false;
+  bool finish_prompt_ = false;
   bool host_pages_ = false;
   bool archive_ = false;
   bool pauses_ = false;
@@ -174,6 +181,13 @@ class FutureMass {
   virtual View<const float, 3> of(const LayerKv& kv) const = 0;
 };
 
+// Core's own: what LayerKv::projected_norms asks.
+class OutputProjection {
+ public:
+  virtual ~OutputProjection() = default;
+  virtual void norms(const LayerKv& kv, Scores out, Stream s) const = 0;
+};
+
 // The cache of one layer during a callback.
 struct LayerKv {
   int layer = 0;
@@ -187,6 +201,7 @@ struct LayerKv {
   // The queries of this prompt chunk, after RoPE: [row, query head, i, head_dim], oldest first; the last one's text
   // position is position[row] - 1. Empty while decoding.
   Tensor<4> chunk_queries;
+  Tensor<3> queries;  // [row, query head, head_dim] of the decode step, after RoPE; empty in prompts
   // [row, query head, token] by place in the cache, like Scores. Empty in select, unless needs() asks for it, and after
   // a prompt chunk under Mass::decode.
   View<const float, 3> mass;
@@ -208,7 +223,8 @@ struct LayerKv {
   // decode steps write it.
   const std::int32_t* steps = nullptr;
   int max_length = 0;                  // no head of this layer and batch holds more tokens
-  const FutureMass* future = nullptr;  // core's own
+  const FutureMass* future = nullptr;  // core's own, like projection
+  const OutputProjection* projection = nullptr;
 
   int rows() const { return pages.rows; }
   int kv_heads() const { return pages.kv_heads; }
@@ -230,6 +246,13 @@ struct LayerKv {
   View<const float, 3> future_mass() const {
     if (!future) throw Error(Errc::plugin, "got future_mass() in a callback, wanted needs() to ask for it");
     return future->of(*this);
+  }
+  // out[row, kv_head, token] = mean over the group's query heads h of ||W_h v||_1, if needs() asks for it. v is the
+  // token's value as the cache decodes it, and W_h are the columns of the layer's output projection that are head h's.
+  // Without the projection's bias. The cost is that of the projection of every cached token, once per query head.
+  void projected_norms(Scores out, Stream s) const {
+    if (!projection) throw Error(Errc::plugin, "got projected_norms() in a callback, wanted needs() to ask for it");
+    projection->norms(*this, out, s);
   }
   // Copies numbers of the host to where ops read them: [row], and [row, kv_head].
   template <class T>
@@ -263,7 +286,7 @@ struct LayerKv {
 struct LayerPrefill : LayerKv {
   const bool* last = nullptr;  // [row] this chunk ends the prompt; host memory
 
-  // The queries of the chunk's last token, like LayerStep::queries.
+  // The queries of the chunk's last token, like LayerKv::queries.
   Tensor<3> last_queries() const {
     const View<const float, 4> q = chunk_queries.f32();
     return View<const float, 3>{q.data + (q.extent[2] - 1) * q.stride[2],
@@ -275,7 +298,6 @@ struct LayerPrefill : LayerKv {
 // One decode step of one layer. select runs before attention, with this step's token already appended. observe runs
 // after attention.
 struct LayerStep : LayerKv {
-  Tensor<3> queries;  // [row, query head, head_dim], after RoPE
   // [row, kv_head] pages to attend to. Core fills it for Selector::select alone; it is empty in every other callback.
   // A Policy computes its own by ops::budget_pages (kvlab/ops.hpp).
   View<const std::int32_t, 2> page_budgets;
@@ -470,6 +492,9 @@ class Policy {
   virtual void load_profile(const Profile&) {}
   virtual void attach(const Shape&, const BudgetAmount&, Workspace&) {}
   virtual void prefill(const LayerPrefill&, Edits&, Stream) {}  // once per layer and chunk, after its attention
+  // If needs() asks for it: once per layer, the first one first, after the last layer of a prompt's last chunk. All
+  // layers then hold the whole prompt. `kv` has no queries and no mass. The host may wait for the stream here.
+  virtual void finish_prompt(const LayerKv&, Edits&, Stream) {}
   virtual void select(const LayerStep&, Edits&, Stream) {}   // before attention; no attend edit = everything resident
   virtual void observe(const LayerStep&, Edits&, Stream) {}  // after attention
   virtual void finish_step(const Step&, Edits&, Stream) {}   // after the last layer

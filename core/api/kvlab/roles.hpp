@@ -1,6 +1,9 @@
 // The narrow roles. The host composes Scorer + Budget + schedule + Codec + Selector + placement into a Policy from
 // YAML, so a method implements only what is its own.
 #pragma once
+#include <cstdint>
+#include <vector>
+
 #include "kvlab/policy.hpp"
 
 namespace kvlab {
@@ -22,8 +25,8 @@ class Scorer {
 
   // out[row, kv_head, token] f32, higher = keep. inf ranks above all others and -inf below; NaN fails the cell.
   // Core calls it at the prompt's end, where kv.window_queries are set and kv.mass is that of the last chunk's queries
-  // (under Mass::decode it is empty). The schedule calls it while decoding, where kv.window_queries are empty and
-  // kv.mass is that of this step's query. Numbers that must outlast a call live in token state or in the state that
+  // (under Mass::decode it is empty). The schedule calls it while decoding, where kv.window_queries are empty,
+  // kv.queries are the step's and kv.mass is that of these. Numbers that must outlast a call live in token state or in the state that
   // attach took.
   virtual void score(const LayerKv& kv, Scores out, Stream s) = 0;
 
@@ -60,13 +63,38 @@ struct Allotment {
   const std::int32_t* host_total = nullptr;
 };
 
-// Divides a total over layers and heads. `kvlab::ops` has the divisions that methods share.
+// What a division over layers knows of a sequence at its prompt's end: host memory. Layers that keep everything
+// (Needs::dense_layers) are not among its layers.
+struct Division {
+  int layers = 0, kv_heads = 0;
+  int tokens = 0;                    // to keep per KV head and layer: the mean, pins included
+  int pinned = 0;                    // of each head
+  std::vector<std::int32_t> length;  // [layer][kv_head] tokens in the cache
+  std::vector<float> measured;       // [layer][kv_head][i] what measure() wrote
+};
+
+// Divides a total over layers and heads, either layer by layer in allot(), or over all layers at once, in divide().
+// `kvlab::ops` has the divisions that methods share.
 class Budget {
  public:
   virtual ~Budget() = default;
-  virtual void allot(const Allotment& a, Stream s) = 0;
+  virtual void allot(const Allotment&, Stream) {
+    throw Error(Errc::plugin, "got a budget without allot(), wanted one that allots, or that has numbers() to divide by");
+  }
   // Whether all KV heads of a layer get the same number. Methods may need that (Needs::uniform_heads).
   virtual bool uniform_heads() const { return false; }
+
+  // Numbers of each KV head that divide() wants to know of a layer. With any, core calls measure() and divide() in place
+  // of allot(). The whole prompt is then in the cache until its last layer is computed.
+  virtual int numbers() const { return 0; }
+  // Queries in the kv.window_queries of measure(), as Needs::window_queries.
+  virtual int window_queries() const { return 0; }
+  // At the prompt's end, in each layer, after score(). out: [row, kv_head, i]. It gets 4 numbers of scratch for each
+  // token and query head of the prompt.
+  virtual void measure(const LayerKv& /*kv*/, Scores /*scores*/, Pins /*pins*/, View<float, 3> /*out*/, Stream) {}
+  // After the prompt's last layer. Returns [layer][kv_head] tokens to keep, pins included: at most as many as a head
+  // holds, and no more than layers x kv_heads x tokens in all. Decode steps that evict hold each head at its number.
+  virtual std::vector<std::int32_t> divide(const Division&) const { return {}; }
 };
 
 class Codec {

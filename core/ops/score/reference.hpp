@@ -13,6 +13,8 @@ namespace kvlab::ops {
 
 void row_norm_reference(const KvRows& rows, Scores out, const Heads& heads = {});
 void scale_reference(Scores out, float factor);
+void above_reference(Scores x, float threshold);
+void logarithm_reference(Scores x, float add);
 void combine_reference(Scores out, View<const float, 3> in, Combine rule, float factor);
 void softmax_reference(const PagedKv& kv, Scores scores, float temperature);
 void read_rows_reference(const KvRows& rows, View<float, 4> out);

@@ -101,6 +101,25 @@ void scale_reference(Scores out, float factor) {
       for (std::int64_t t = 0; t < out.extent[2]; ++t) out(r, h, t) *= factor;
 }
 
+void above_reference(Scores x, float threshold) {
+  for (std::int64_t r = 0; r < x.extent[0]; ++r)
+    for (std::int64_t h = 0; h < x.extent[1]; ++h)
+      for (std::int64_t t = 0; t < x.extent[2]; ++t)
+        if (x(r, h, t) > threshold)
+          x(r, h, t) = 1;
+        else
+          x(r, h, t) = 0;
+}
+
+void logarithm_reference(Scores x, float add) {
+  for (std::int64_t r = 0; r < x.extent[0]; ++r)
+    for (std::int64_t h = 0; h < x.extent[1]; ++h)
+      for (std::int64_t t = 0; t < x.extent[2]; ++t) {
+        const float sum = x(r, h, t) + add;
+        x(r, h, t) = static_cast<float>(std::log(double{sum}));
+      }
+}
+
 void recency_reference(const PagedKv& kv, Scores out) {
   for_heads(kv, [&](int r, int h) {
     const auto position = positions_of(kv, r, h);

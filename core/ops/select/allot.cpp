@@ -144,6 +144,13 @@ void round_allotment(View<const std::int32_t, 2> length, const std::uint8_t* kee
         keep(r, h) -= keep(r, h) % page_size;
 }
 
+void numbers_of_rows(View<const std::int32_t, 2> of_slots, const std::int32_t* slots, View<std::int32_t, 2> out,
+                     Stream s) {
+  if (s.device() == Device::cuda) return on_cuda<numbers_of_rows>(of_slots, slots, out, s);
+  for (std::int64_t r = 0; r < out.extent[0]; ++r)
+    for (std::int64_t h = 0; h < out.extent[1]; ++h) out(r, h) = of_slots(slots[r], h);
+}
+
 void fill_heads(View<std::int32_t, 2> out, std::int32_t value, Stream s) {
   if (s.device() == Device::cuda) return on_cuda<fill_heads>(out, value, s);
   for (std::int64_t r = 0; r < out.extent[0]; ++r)

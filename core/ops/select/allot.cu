@@ -161,6 +161,22 @@ static void round_allotment_cuda(View<const std::int32_t, 2> length, const std::
 }
 KVLAB_ON_CUDA(round_allotment, round_allotment_cuda);
 
+static __global__ void numbers_kernel(View<const std::int32_t, 2> of_slots, const std::int32_t* slots,
+                                      View<std::int32_t, 2> out) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x, row = i / out.extent[1],
+                     head = i % out.extent[1];
+  if (row < out.extent[0]) out(row, head) = of_slots(slots[row], head);
+}
+
+static void numbers_of_rows_cuda(View<const std::int32_t, 2> of_slots, const std::int32_t* slots,
+                                 View<std::int32_t, 2> out, Stream s) {
+  const auto entries = out.extent[0] * out.extent[1];
+  if (entries <= 0) return;
+  numbers_kernel<<<static_cast<unsigned>((entries + 127) / 128), 128, 0, stream_of(s)>>>(of_slots, slots, out);
+  check_launch("numbers_of_rows");
+}
+KVLAB_ON_CUDA(numbers_of_rows, numbers_of_rows_cuda);
+
 static void fill_heads_cuda(View<std::int32_t, 2> out, std::int32_t value, Stream s) {
   const auto entries = out.extent[0] * out.extent[1];
   if (entries <= 0) return;

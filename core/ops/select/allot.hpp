@@ -10,6 +10,10 @@ namespace kvlab::ops {
 void round_allotment(View<const std::int32_t, 2> length, const std::uint8_t* keep_all, int page_size,
                      View<std::int32_t, 2> keep, Stream s);
 
+// out(row, head) = of_slots(slots[row], head), as many rows and heads as `out` has.
+void numbers_of_rows(View<const std::int32_t, 2> of_slots, const std::int32_t* slots, View<std::int32_t, 2> out,
+                     Stream s);
+
 // out(row, head) = value.
 void fill_heads(View<std::int32_t, 2> out, std::int32_t value, Stream s);
 

@@ -17,6 +17,10 @@ float overlap_reference(const PagedKv& kv, View<const float, 3> scores, const To
 void top_pages_reference(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets,
                          Pins pins, PageList out);
 void set_pinned_reference(const PagedKv& kv, Pins pins, float value, Scores scores);
+void set_listed_reference(const TokenList& list, float value, Scores scores);
+void head_sum_reference(const PagedKv& kv, View<const float, 3> in, Pins leave_out, View<float, 2> out);
+void tokens_of_share_reference(const PagedKv& kv, View<const float, 3> scores, float share, Pins leave_out,
+                               View<float, 2> out);
 void allot_uniform_reference(const Allotment& a);
 void allot_tokens_reference(const Allotment& a, const std::int32_t* tokens);
 void allot_by_score_reference(const Allotment& a, double floor, bool exact_total);

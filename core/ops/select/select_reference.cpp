@@ -152,6 +152,48 @@ void set_pinned_reference(const PagedKv& kv, Pins pins, float value, Scores scor
     }
 }
 
+void set_listed_reference(const TokenList& list, float value, Scores scores) {
+  for (int r = 0; r < scores.extent[0]; ++r)
+    for (int h = 0; h < scores.extent[1]; ++h)
+      for (int i = 0; i < list.count(list.at(r), h); ++i) {
+        const std::int32_t place = list.index(list.at(r), h, i);
+        if (place >= 0 && place < scores.extent[2]) scores(r, h, place) = value;
+      }
+}
+
+void head_sum_reference(const PagedKv& kv, View<const float, 3> in, Pins leave_out, View<float, 2> out) {
+  const int heads = static_cast<int>(in.extent[1]), group = heads / kv.kv_heads;
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < heads; ++h) {
+      const auto pinned = pinned_tokens(kv, r, h / group, leave_out);
+      double sum = 0;
+      for (std::size_t t = 0; t < pinned.size(); ++t) sum += pinned[t] ? 0. : double{in(r, h, t)};
+      out(r, h) = static_cast<float>(sum);
+    }
+}
+
+void tokens_of_share_reference(const PagedKv& kv, View<const float, 3> scores, float share, Pins leave_out,
+                               View<float, 2> out) {
+  const int heads = static_cast<int>(scores.extent[1]), group = heads / kv.kv_heads;
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < heads; ++h) {
+      const auto pinned = pinned_tokens(kv, r, h / group, leave_out);
+      std::vector<double> ordered;
+      for (std::size_t t = 0; t < pinned.size(); ++t)
+        if (!pinned[t] && scores(r, h, t) > 0) ordered.push_back(scores(r, h, t));
+      std::sort(ordered.begin(), ordered.end());
+      double all = 0, sum = 0;
+      for (const double x : ordered) all += x;
+      int count = 0;
+      while (!ordered.empty() && sum < double{share} * all) {
+        sum += ordered.back();
+        ordered.pop_back();
+        ++count;
+      }
+      out(r, h) = static_cast<float>(count);
+    }
+}
+
 void allot_uniform_reference(const Allotment& a) { allot_tokens_reference(a, a.total); }
 
 void allot_tokens_reference(const Allotment& a, const std::int32_t* tokens) {

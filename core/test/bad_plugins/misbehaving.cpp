@@ -145,6 +145,20 @@ class BadBudget final : public kvlab::Budget {
     if (deed_.is("allot", "everything"))
       for (int h = 0; h < a.keep.extent[1]; ++h) a.keep(0, h) = a.length(0, h);
   }
+  int numbers() const override { return deed_("numbers"), deed_.is("numbers", "negative") ? -1 : 0; }
+  int window_queries() const override { return deed_("window_queries"), 0; }
+  void measure(const kvlab::LayerKv&, kvlab::Scores, kvlab::Pins, kvlab::View<float, 3>, kvlab::Stream) override {
+    deed_("measure");
+  }
+  std::vector<std::int32_t> divide(const kvlab::Division& d) const override {
+    deed_("divide");
+    std::vector<std::int32_t> keep(d.length.size(), d.tokens);
+    if (deed_.is("divide", "negative")) keep[1] = -1;
+    if (deed_.is("divide", "long")) keep[2] = d.length[2] + 1;
+    if (deed_.is("divide", "few")) keep.pop_back();
+    if (deed_.is("divide", "many")) ++keep[3];
+    return keep;
+  }
 
  private:
   Deed deed_;
@@ -160,6 +174,7 @@ class BadPolicy final : public kvlab::Policy {
   void load_profile(const kvlab::Profile& p) override { load(p, deed_); }
   void attach(const kvlab::Shape&, const kvlab::BudgetAmount&, kvlab::Workspace&) override { deed_("attach"); }
   void prefill(const kvlab::LayerPrefill&, kvlab::Edits&, kvlab::Stream) override { deed_("prefill"); }
+  void finish_prompt(const kvlab::LayerKv&, kvlab::Edits&, kvlab::Stream) override { deed_("finish_prompt"); }
   void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream) override {
     deed_("observe");
     if (!deed_.is("observe", "far")) return;

@@ -23,11 +23,11 @@ class OnGuardedDevice final : public Policy {
   void prefill(const LayerPrefill& from, Edits& edits, Stream) override {
     run(from, edits, [&](LayerPrefill& kv, Edits& to, Stream s) { inner_->prefill(kv, to, s); });
   }
+  void finish_prompt(const LayerKv& from, Edits& edits, Stream) override {
+    run(from, edits, [&](LayerKv& kv, Edits& to, Stream s) { inner_->finish_prompt(kv, to, s); });
+  }
   void select(const LayerStep& from, Edits& edits, Stream) override {
-    run(from, edits, [&](LayerStep& step, Edits& to, Stream s) {
-      step.queries = device_.put(from.queries.f32());
-      inner_->select(step, to, s);
-    });
+    run(from, edits, [&](LayerStep& step, Edits& to, Stream s) { inner_->select(step, to, s); });
   }
   void observe(const LayerStep& from, Edits& edits, Stream) override {
     if (wanted_.out) {  // attention left these
@@ -36,7 +36,6 @@ class OnGuardedDevice final : public Policy {
       wanted_ = {};
     }
     run(from, edits, [&](LayerStep& step, Edits& to, Stream s) {
-      step.queries = device_.put(from.queries.f32());
       step.output = device_.put(from.output.f32());
       inner_->observe(step, to, s);
     });
@@ -55,6 +54,19 @@ class OnGuardedDevice final : public Policy {
   void release(int slot) override { inner_->release(slot); }
 
  private:
+  // The executor is the CPU's.
+  class Opened final : public OutputProjection {
+   public:
+    explicit Opened(const OutputProjection* inner) : inner_(inner) {}
+    void norms(const LayerKv& kv, Scores out, Stream) const override {
+      const GuardedDevice::Open open;
+      inner_->norms(kv, out, Stream::cpu());
+    }
+
+   private:
+    const OutputProjection* inner_;
+  };
+
   template <class Kv, class Callback>
   void run(const Kv& from, Edits& edits, const Callback& callback) {
     Kv kv = from;
@@ -69,6 +81,9 @@ class OnGuardedDevice final : public Policy {
                                   from.summaries.data, {from.summaries.slot_stride * from.shape->max_slots}))
                               .data;
     kv.mass = device_.put(from.mass);
+    const Opened projection(from.projection);
+    if (from.projection) kv.projection = &projection;
+    if (from.queries) kv.queries = device_.put(from.queries.f32());
     if (from.chunk_queries) kv.chunk_queries = device_.put(from.chunk_queries.f32());
     if (from.window_queries) kv.window_queries = device_.put(from.window_queries.f32());
     if (from.steps)

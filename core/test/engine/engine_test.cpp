@@ -311,6 +311,116 @@ TEST_CASE("a policy archives heads at the prompt's end, and fetches their tokens
   CHECK(engine.host_used_bytes() == 0);
 }
 
+TEST_CASE("after a prompt's last layer a policy sees all layers once more") {
+  // Layer l keeps the newest l + 2 tokens.
+  struct Divider final : Policy {
+    bool asks;
+    explicit Divider(bool a) : asks(a) {}
+    Needs needs() const override { return Needs{}.finish_prompt(asks).window_queries(2); }
+    void prefill(const LayerPrefill& kv, Edits&, Stream) override { told.push_back(100 + kv.layer); }
+    void finish_prompt(const LayerKv& kv, Edits& edits, Stream) override {
+      told.push_back(kv.layer);
+      CHECK(kv.position[0] == 20);
+      CHECK(kv.pages.tokens(0, 0) == 20);
+      CHECK_FALSE(static_cast<bool>(kv.window_queries));
+      CHECK_FALSE(static_cast<bool>(kv.queries));
+      const auto list = kv.list<TokenList>("newest", kv.layer + 2);
+      for (int h = 0; h < kv.kv_heads(); ++h) {
+        list.count(0, h) = kv.layer + 2;
+        for (int i = 0; i < kv.layer + 2; ++i) list.index(0, h, i) = 20 - (kv.layer + 2) + i;
+      }
+      edits.evict_rest(list);
+    }
+    std::vector<int> told;
+  };
+  std::vector<int> prompt;
+  for (int i = 0; i < 20; ++i) prompt.push_back(3 * i + 1);
+  const int layers = tiny()->config.layers;
+  for (const int chunk : {0, 8}) {
+    EngineOptions o = options(2);
+    o.prefill_chunk = chunk;
+    const auto policy = std::make_shared<Divider>(true);
+    Engine engine(tiny(), policy, o);
+    const int slot = engine.open();
+    REQUIRE(engine.prefill(slot, std::span(prompt).first(5), false, {}) == Fit::ok);
+    REQUIRE(engine.prefill(slot, std::span(prompt).subspan(5), true, {}) == Fit::ok);
+    std::vector<int> wanted;
+    for (int chunks = chunk ? 3 : 2; chunks > 0; --chunks)
+      for (int l = 0; l < layers; ++l) wanted.push_back(100 + l);
+    for (int l = 0; l < layers; ++l) wanted.push_back(l);
+    CHECK(policy->told == wanted);
+    for (int l = 0; l < layers; ++l) CHECK(engine.store().length(l, slot, 1) == l + 2);
+    engine.store().check_invariants();
+  }
+  const auto silent = std::make_shared<Divider>(false);
+  Engine engine(tiny(), silent, options(1));
+  REQUIRE(engine.prefill(engine.open(), prompt, true, {}) == Fit::ok);
+  CHECK(std::ssize(silent->told) == layers);
+}
+
+TEST_CASE("projected norms are those of the output projection's columns, in prompts and in steps") {
+  struct Asks final : Policy {
+    Needs needs() const override { return Needs{}.output_projection(true); }
+    void prefill(const LayerPrefill& kv, Edits&, Stream s) override { ask(kv, s); }
+    void observe(const LayerStep& step, Edits&, Stream s) override { ask(step, s); }
+    void ask(const LayerKv& kv, Stream s) {
+      const Scores out = kv.kv_head_scores("norms");
+      kv.projected_norms(out, s);
+      const int group = kv.shape->group(), dim = kv.pages.head_dim;
+      const auto values = kv.scratch<float>("values", {kv.rows(), kv.kv_heads(), kv.max_length, dim});
+      ops::read_rows(kv.values, values, s);
+      const ops::Linear& w = tiny()->layers[static_cast<std::size_t>(kv.layer)].output;
+      std::vector<float> row(static_cast<std::size_t>(w.k()));
+      for (int r = 0; r < kv.rows(); ++r)
+        for (int head = 0; head < kv.kv_heads(); ++head) {
+          std::vector<double> wanted(static_cast<std::size_t>(kv.pages.tokens(r, head)));
+          for (std::int64_t n = 0; n < w.n(); ++n) {
+            w.row(n, row.data());
+            for (int g = 0; g < group; ++g)
+              for (std::size_t t = 0; t < wanted.size(); ++t) {
+                double sum = 0;
+                for (int d = 0; d < dim; ++d)
+                  sum += double{values(r, head, static_cast<std::int64_t>(t), d)} *
+                         double{row[static_cast<std::size_t>((head * group + g) * dim + d)]};
+                wanted[t] += std::abs(sum) / group;
+              }
+          }
+          for (std::size_t t = 0; t < wanted.size(); ++t, ++seen)
+            CHECK(out(r, head, static_cast<std::int64_t>(t)) == Approx(wanted[t]).epsilon(1e-4));
+        }
+    }
+    int seen = 0;
+  };
+  const auto policy = std::make_shared<Asks>();
+  EngineOptions o = options(2);
+  o.max_tokens = 320;
+  Engine engine(tiny(), policy, o);
+  std::vector<int> prompt(300);  // more than one product takes
+  for (int i = 0; i < 300; ++i) prompt[static_cast<std::size_t>(i)] = 3 + i % 60;
+  REQUIRE(engine.open() == 0);
+  REQUIRE(engine.open() == 1);
+  REQUIRE(engine.prefill(0, prompt, true, {}) == Fit::ok);
+  REQUIRE(engine.prefill(1, std::span(prompt).first(7), true, {}) == Fit::ok);
+  const int heads = tiny()->config.layers * tiny()->config.kv_heads;
+  CHECK(policy->seen == heads * 307);
+  const std::vector<int> tokens{5, 6};
+  REQUIRE(engine.step({1, 0}, tokens, StepResult{}) == Fit::ok);
+  CHECK(policy->seen == heads * (307 + 309));
+}
+
+TEST_CASE("a callback that did not ask for projected norms gets none") {
+  struct Asks final : Policy {
+    Needs needs() const override { return {}; }
+    void prefill(const LayerPrefill& kv, Edits&, Stream s) override {
+      kv.projected_norms(kv.kv_head_scores("norms"), s);
+    }
+  };
+  Engine engine(tiny(), std::make_shared<Asks>(), options(1));
+  const std::vector<int> prompt{1, 2, 3};
+  CHECK_THROWS_WITH(engine.prefill(engine.open(), prompt, true, {}),
+                    Catch::Contains("got projected_norms() in a callback, wanted needs() to ask for it"));
+}
+
 TEST_CASE("an edit for an attention that is over is refused") {
   const int token = 3;
   const std::vector<int> prompt{1, 2, 3, 4, 5};

@@ -74,6 +74,15 @@ TEST_CASE("what a callback throws names plugin, file and callback, whatever it i
       {"bad_selector", "pins", [](const char* d) { told<Selector>("pins", d)->pins(); }},
       {"bad_budget", "allot", [&](const char* d) { told<Budget>("allot", d)->allot({}, cpu); }},
       {"bad_budget", "uniform_heads", [](const char* d) { told<Budget>("uniform_heads", d)->uniform_heads(); }},
+      {"bad_budget", "numbers", [](const char* d) { told<Budget>("numbers", d)->numbers(); }},
+      {"bad_budget", "window_queries", [](const char* d) { told<Budget>("window_queries", d)->window_queries(); }},
+      {"bad_budget", "measure", [&](const char* d) { told<Budget>("measure", d)->measure({}, {}, {}, {}, cpu); }},
+      {"bad_budget", "divide", [](const char* d) { told<Budget>("divide", d)->divide({}); }},
+      {"bad_policy", "finish_prompt",
+       [&](const char* d) {
+         Edits edits;
+         told<Policy>("finish_prompt", d)->finish_prompt({}, edits, cpu);
+       }},
       {"bad_policy", "needs", [](const char* d) { told<Policy>("needs", d)->needs(); }},
       {"bad_policy", "load_profile", [](const char* d) { told<Policy>("load_profile", d)->load_profile({}); }},
       {"bad_policy", "release", [](const char* d) { told<Policy>("release", d)->release(0); }},
@@ -125,6 +134,25 @@ TEST_CASE("numbers that no contract allows are refused where they enter") {
     CHECK(score.where() == place("bad_metric", "score"));
     CHECK_THAT(score.message(), Catch::Contains("wanted 0 to 1"));
   }
+}
+
+TEST_CASE("a division over layers that no contract allows is refused") {
+  Division d;
+  d.layers = 2, d.kv_heads = 2, d.tokens = 5, d.length = {9, 9, 9, 9};
+  CHECK(told<Budget>("divide", "nothing")->divide(d) == std::vector<std::int32_t>{5, 5, 5, 5});
+  const auto refused = [&](const char* deed) {
+    const Error e = error_of([&] { told<Budget>("divide", deed)->divide(d); });
+    CHECK(e.code() == Errc::plugin);
+    CHECK(e.where() == place("bad_budget", "divide"));
+    return e.message();
+  };
+  CHECK(refused("negative") ==
+        "got -1 tokens to keep in divided layer 0, KV head 1, wanted none below 0 and at most "
+        "the 9 that it holds");
+  CHECK_THAT(refused("long"), Catch::Contains("got 10 tokens to keep in divided layer 1, KV head 0"));
+  CHECK(refused("few") == "got numbers for 3 KV heads of the layers, wanted 4");
+  CHECK(refused("many") == "got 21 tokens to keep over all layers and KV heads, wanted at most 20");
+  CHECK(error_of([] { told<Budget>("numbers", "negative")->numbers(); }).where() == place("bad_budget", "numbers"));
 }
 
 TEST_CASE("an array that the profile does not have is told with those that it has") {

@@ -46,12 +46,20 @@ PolicySpec spec_of(const json& p, Registry& registry) {
     if (value.is_string()) params[name] = value.get<std::string>();
   }
   if (s.name == "full") return s;
-  if (s.name == "quest")
+  if (s.name == "quest") {
     s.selector = use(registry, Role::selector, s.name, params);
-  else if (s.name == "morphkv" || s.name == "keyformer")
-    s.policy = use(registry, Role::policy, s.name, params);
-  else
+  } else if (s.name == "zigzagkv" || s.name == "cake_over_layers") {
+    // A division over layers beside the scorer that the reference divides for.
+    const bool zigzag = s.name == "zigzagkv";
+    std::map<std::string, ParamValue> of_split;
+    for (const char* name : {"mass", "floor", "tau1", "tau2"})
+      if (auto node = params.extract(name)) of_split.insert(std::move(node));
+    if (!zigzag) of_split["window"] = params.at("window");
+    s.split = use(registry, Role::budget, zigzag ? s.name : "cake_layers", of_split);
+    s.scorer = use(registry, Role::scorer, zigzag ? "snapkv" : "cake", params);
+  } else {
     s.scorer = use(registry, Role::scorer, s.name, params);
+  }
   return s;
 }
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <fstream>
 #include <functional>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -140,8 +141,13 @@ class OnText final : public EngineObserver {
       : OnText(role, name, params, budget, tokens, page_size, marks ? unstable(marks) : MakeProfile()) {}
   // make(layers, KV heads): the profile of a policy that reads one.
   using MakeProfile = std::function<Profile(int, int)>;
+  // A division of a scorer's budget.
+  struct Split {
+    std::string name;
+    std::map<std::string, ParamValue> params;
+  };
   OnText(Role role, const std::string& name, const std::map<std::string, ParamValue>& params, int budget, int tokens,
-         int page_size, const MakeProfile& make)
+         int page_size, const MakeProfile& make, const std::optional<Split>& split = {})
       : model_(load_model(*open_model("bundled/recall", "", ""), DType::f32, "recall")) {
     static Registry registry;
     const RegistryCatalog catalog(registry);
@@ -149,6 +155,8 @@ class OnText final : public EngineObserver {
     spec.name = name;
     const PluginUse use{role, name, resolve(registry.require(role, name), params)};
     (role == Role::scorer ? spec.scorer : role == Role::selector ? spec.selector : spec.policy) = use;
+    if (split)
+      spec.split = {Role::budget, split->name, resolve(registry.require(Role::budget, split->name), split->params)};
     EngineOptions o;
     o.budget = {BudgetAmount::tokens, static_cast<double>(budget)};
     o.max_tokens = tokens;
@@ -196,6 +204,7 @@ class OnText final : public EngineObserver {
   }
   const Ledger& ledger() const { return engine_->store().ledger(); }
   const Layer& layer(int l) const { return layers_[static_cast<std::size_t>(l)]; }
+  const Model& model() const { return *model_; }
   const ModelConfig& config() const { return model_->config; }
   int group() const { return config().heads / config().kv_heads; }
   RopeTable rope() const { return model_->rope(); }
@@ -222,6 +231,23 @@ class OnText final : public EngineObserver {
   std::vector<Layer> layers_;
   int slot_ = -1, fed_ = 0;
 };
+
+// Attention of the last `window` queries of a prompt of n tokens, each to the tokens that it sees: [query][token].
+inline std::vector<std::vector<double>> window_shares(const OnText& run, int layer, int query_head, int n, int window) {
+  const auto& seen = run.layer(layer);
+  std::vector<std::vector<double>> out;
+  for (int i = n - window; i < n; ++i) {
+    const auto& q = seen.queries.at[static_cast<std::size_t>(i)][static_cast<std::size_t>(query_head)];
+    std::vector<double> logits;
+    for (int t = 0; t <= i; ++t)
+      logits.push_back(
+          dot(q, seen.keys.at[static_cast<std::size_t>(t)][static_cast<std::size_t>(query_head / run.group())]) /
+          std::sqrt(static_cast<double>(q.size())));
+    out.push_back(softmax(logits));
+    out.back().resize(static_cast<std::size_t>(n));
+  }
+  return out;
+}
 
 inline std::vector<int> positions_to(int n) {
   std::vector<int> all;

@@ -1,0 +1,123 @@
+// Sums over a head's tokens, tokens of a share, and listed tokens.
+#include <fmt/format.h>
+#include <kvlab/ops.hpp>
+
+#include <cmath>
+#include <limits>
+
+#include "cases/on_caches.hpp"
+#include "ops/select/allot.hpp"
+#include "ops/select/reference.hpp"
+
+namespace kvlab::cases {
+namespace {
+
+using Ints = std::vector<std::int32_t>;
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+
+const Pins some_pins[] = {{}, {.first = 3}, {.last = 2}, {.first = 4, .last = 9}, {.first = 1000}};
+
+// The op and its reference must write the same whole numbers.
+template <class Op, class Plain>
+void same_numbers(OnCache& x, const std::string& what, std::array<std::int64_t, 2> extent, const Op& op,
+                  const Plain& plain) {
+  Ints wanted(static_cast<std::size_t>(extent[0] * extent[1]), -7);
+  const auto there = x.place.put(View<std::int32_t, 2>::dense(wanted.data(), extent));
+  plain(View<std::int32_t, 2>::dense(wanted.data(), extent));
+  op(there);
+  x.check.equal(what, x.place.get(there), wanted);
+}
+
+void check_sums(OnCache& x) {
+  const Stream s = x.stream();
+  for (const std::int64_t heads : {x.c.kv_heads(), x.c.heads()}) {
+    Numbers<3> in(x, {x.c.rows(), heads, x.c.room()});
+    if (x.n % 4 == 0) in.own()(0, 0, 0) = NAN;
+    if (x.n % 4 == 1) in.own()(0, 0, 0) = -infinity;
+    const auto there = in.put();
+    for (const Pins& pins : some_pins)
+      x.same<2>(
+          fmt::format("head_sum of {} heads without {} first and {} last", heads, pins.first, pins.last),
+          Guarded<2>({x.c.rows(), heads}).view(), 1e-6,
+          [&](View<float, 2> out) { ops::head_sum(x.there, there, pins, out, s); },
+          [&](View<float, 2> out) { ops::head_sum_reference(x.kv, in.view(), pins, out); });
+  }
+}
+
+// Kinds of scores: shares of attention, whole numbers with many ties, mostly zeros, one kind of everything.
+float share_of(unsigned kind, float normal, std::mt19937& rng) {
+  const float special[] = {-0.f, 0.f, NAN, -infinity, -3.f, 1.f, 1e-40f, 2e-40f};
+  switch (kind) {
+    case 0: return std::exp(3 * normal);
+    case 1: return static_cast<float>(rng() % 5);
+    case 2: return rng() % 8 ? 0.f : normal;
+    case 3: return special[rng() % 8];
+    case 4: return rng() % 4 ? special[rng() % 8] : infinity;
+    default: return 0;
+  }
+}
+
+void check_shares(OnCache& x) {
+  const Stream s = x.stream();
+  for (const std::int64_t heads : {x.c.kv_heads(), x.c.heads()})
+    for (unsigned kind = 0; kind < 6; ++kind) {
+      Numbers<3> scores(x, {x.c.rows(), heads, x.c.room()});
+      for (std::int64_t r = 0; r < x.c.rows(); ++r)
+        for (std::int64_t h = 0; h < heads; ++h)
+          for (std::int64_t t = 0; t < x.c.room(); ++t)
+            scores.own()(r, h, t) = share_of(kind, scores.own()(r, h, t), x.c.rng);
+      const auto there = scores.put();
+      for (const Pins& pins : some_pins)
+        for (const float share : {.5f, .9f, 1.f}) {
+          if (share == 1 && kind != 1) continue;  // the last of many additions may not count
+          x.same<2>(
+              fmt::format("tokens_of_share {}, kind {}, pins {} and {}", share, kind, pins.first, pins.last),
+              Guarded<2>({x.c.rows(), heads}).view(), 0,
+              [&](View<float, 2> out) { ops::tokens_of_share(x.there, there, share, pins, out, s); },
+              [&](View<float, 2> out) { ops::tokens_of_share_reference(x.kv, scores.view(), share, pins, out); });
+        }
+    }
+}
+
+// Lists of rows, and lists of slots in another order. Places past the scores are left alone.
+void check_listed(OnCache& x) {
+  const Stream s = x.stream();
+  const std::int64_t rows = x.c.rows(), heads = x.c.kv_heads(), room = x.c.room(), entries = 7;
+  Ints index(static_cast<std::size_t>(rows * heads * entries)), count(static_cast<std::size_t>(rows * heads)), slots;
+  for (auto& i : index) i = static_cast<int>(x.c.rng() % static_cast<unsigned>(room + 3)) - 1;
+  for (auto& n : count) n = static_cast<int>(x.c.rng() % (entries + 1));
+  for (std::int64_t r = 0; r < rows; ++r) slots.push_back(static_cast<int>(rows - 1 - r));
+  TokenList list;
+  list.index = View<std::int32_t, 3>::dense(index.data(), {rows, heads, entries});
+  list.count = View<std::int32_t, 2>::dense(count.data(), {rows, heads});
+  TokenList there;
+  there.index = x.place.put(list.index), there.count = x.place.put(list.count);
+  const std::int32_t* slots_there = x.place.put(slots);
+  Numbers<3> start(x, {rows, heads, room});
+  for (const bool lasts : {false, true}) {
+    list.slots = lasts ? slots.data() : nullptr, there.slots = lasts ? slots_there : nullptr;
+    x.same<3>(
+        lasts ? "set_listed by slots" : "set_listed", start.own(), 0,
+        [&](Scores out) { ops::set_listed(there, infinity, out, s); },
+        [&](Scores out) { ops::set_listed_reference(list, infinity, out); });
+  }
+  same_numbers(
+      x, "numbers_of_rows", {rows, heads},
+      [&](View<std::int32_t, 2> out) { ops::numbers_of_rows(there.count, slots_there, out, s); },
+      [&](View<std::int32_t, 2> out) {
+        for (std::int64_t r = 0; r < rows; ++r)
+          for (std::int64_t h = 0; h < heads; ++h) out(r, h) = list.count(rows - 1 - r, h);
+      });
+}
+
+std::vector<Case> list() {
+  return {on_caches("shares", "sums of heads", 36, check_sums),
+          on_caches("shares", "tokens of a share", 36, check_shares),
+          on_caches("shares", "listed tokens", 36, check_listed)};
+}
+
+const Announced announced{list};
+
+}  // namespace
+}  // namespace kvlab::cases

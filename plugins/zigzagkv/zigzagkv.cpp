@@ -1,0 +1,104 @@
+// ZigZagKV: a layer whose attention spreads over many tokens gets more of the budget than one that needs few. Zhong et
+// al. 2024.
+#include <kvlab/plugin.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+namespace {
+
+using Counts = std::vector<std::int32_t>;
+
+// Rounds down, within the bounds. What is left of the total goes to those with room, one token each, the largest
+// remainders first.
+Counts whole(const std::vector<double>& exact, std::int64_t total, int least, const Counts& most) {
+  Counts counts, order(exact.size());
+  std::iota(order.begin(), order.end(), 0);
+  for (std::size_t i = 0; i < exact.size(); ++i)
+    counts.push_back(
+        static_cast<std::int32_t>(std::min<double>(std::max<double>(std::trunc(exact[i]), least), most[i])));
+  const auto remainder = [&](std::int32_t i) {
+    const double x = exact[static_cast<std::size_t>(i)];
+    return x - std::trunc(x);
+  };
+  std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return remainder(a) > remainder(b); });
+  std::int64_t missing = total - std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
+  if (missing < 0) std::reverse(order.begin(), order.end());
+  for (bool any = true; missing != 0 && any;) {
+    any = false;
+    const int step = missing > 0 ? 1 : -1;
+    for (const std::int32_t i : order) {
+      std::int32_t& count = counts[static_cast<std::size_t>(i)];
+      if (missing == 0 || count + step < least || count + step > most[static_cast<std::size_t>(i)]) continue;
+      count += step, missing -= step, any = true;
+    }
+  }
+  return counts;
+}
+
+class ZigZagKv final : public kvlab::Budget {
+ public:
+  explicit ZigZagKv(const kvlab::Params& p)
+      : mass_(p.get<float>("mass")), floor_(p.get<double>("floor")), each_head_(p.get<bool>("each_head")) {}
+
+  bool uniform_heads() const override { return !each_head_; }
+  int numbers() const override { return 1; }
+  void measure(const kvlab::LayerKv& kv, kvlab::Scores scores, kvlab::Pins pins, kvlab::View<float, 3> out,
+               kvlab::Stream s) override {
+    const kvlab::View<float, 2> counts{out.data, {out.extent[0], out.extent[1]}, {out.stride[0], out.stride[1]}};
+    kvlab::ops::tokens_of_share(kv.pages, scores, mass_, pins, counts, s);
+  }
+
+  Counts divide(const kvlab::Division& d) const override {
+    const auto heads = static_cast<std::size_t>(d.kv_heads);
+    std::vector<double> needs;
+    Counts shortest;
+    for (std::size_t at = 0; at < d.measured.size(); at += heads) {
+      const auto first = static_cast<std::ptrdiff_t>(at), last = first + d.kv_heads;
+      needs.push_back(std::accumulate(d.measured.begin() + first, d.measured.begin() + last, 0.) / d.kv_heads);
+      shortest.push_back(*std::min_element(d.length.begin() + first, d.length.begin() + last));
+    }
+    const double floor = floor_ * d.tokens;
+    const Counts layers = whole(shares(needs, floor, (d.tokens - floor) * d.layers), std::int64_t{d.layers} * d.tokens,
+                                d.pinned, shortest);
+    Counts keep;
+    for (std::size_t l = 0; l < layers.size(); ++l) {
+      if (!each_head_) {
+        keep.insert(keep.end(), heads, layers[l]);
+        continue;
+      }
+      const auto first = static_cast<std::ptrdiff_t>(l * heads), last = first + d.kv_heads;
+      const std::vector<double> of_heads(d.measured.begin() + first, d.measured.begin() + last);
+      const std::int64_t total = std::int64_t{layers[l]} * d.kv_heads;
+      const Counts counts = whole(shares(of_heads, 0, static_cast<double>(total)), total, d.pinned,
+                                  Counts(d.length.begin() + first, d.length.begin() + last));
+      keep.insert(keep.end(), counts.begin(), counts.end());
+    }
+    return keep;
+  }
+
+ private:
+  // floor + what each gets of `rest` in proportion to its need; the same for all where nobody needs anything.
+  static std::vector<double> shares(const std::vector<double>& needs, double floor, double rest) {
+    const double sum = std::accumulate(needs.begin(), needs.end(), 0.);
+    std::vector<double> out;
+    for (const double need : needs)
+      out.push_back(floor + rest * (sum > 0 ? need / sum : 1 / static_cast<double>(needs.size())));
+    return out;
+  }
+
+  float mass_;
+  double floor_;
+  bool each_head_;
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::budget<ZigZagKv>("zigzagkv",
+                                     "layers get tokens by how many of them hold most of the attention (Zhong et al. "
+                                     "2024)")
+                 .param("mass", 0.9, 1e-6, 1, "a head needs as many tokens as hold this share of its scores")
+                 .param("floor", 0.2, 0, 1, "share of the mean budget that every layer keeps; 1 = uniform")
+                 .param("each_head", false,
+                        "heads of a layer share its tokens by what they need; off = they keep the same number"))

@@ -1,0 +1,98 @@
+#include <numeric>
+
+#include "support/on_text.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+using Settings = std::map<std::string, ParamValue>;
+using Counts = std::vector<std::int32_t>;
+
+Counts divided(const Settings& params, const Division& d) {
+  static Registry registry;
+  const PluginInfo& info = registry.require(Role::budget, "zigzagkv");
+  return create<Budget>(info, resolve(info, params))->divide(d);
+}
+
+Division division(int tokens, const std::vector<float>& needs, int length, int kv_heads = 1) {
+  Division d;
+  d.layers = static_cast<int>(needs.size()) / kv_heads, d.kv_heads = kv_heads, d.tokens = tokens;
+  d.measured = needs;
+  d.length.assign(needs.size(), length);
+  return d;
+}
+
+}  // namespace
+
+TEST_CASE("zigzagkv: budgets of layers by hand") {
+  CHECK(divided({}, division(100, {10, 20, 30, 40}, 1000)) == Counts{52, 84, 116, 148});
+  // Of 148 tokens the last layer has room for 120. Its 28 go to the others, and the third has room for 4.
+  CHECK(divided({}, division(100, {10, 20, 30, 40}, 120)) == Counts{64, 96, 120, 120});
+  CHECK(divided({{"floor", 1.}}, division(100, {10, 20, 30, 40}, 1000)) == Counts{100, 100, 100, 100});
+  CHECK(divided({}, division(10, {0, 0}, 100)) == Counts{10, 10});
+  // 4 / 3 of 7 and 2 / 3 of 7: 9.33 and 4.67, so the last token goes to the second layer.
+  CHECK(divided({{"floor", 0.}}, division(7, {2, 1}, 100)) == Counts{9, 5});
+  // 20 tokens of the first layer would be below its pins.
+  Division pinned = division(100, {0, 10}, 1000);
+  pinned.pinned = 32;
+  CHECK(divided({}, pinned) == Counts{32, 168});
+}
+
+TEST_CASE("zigzagkv: heads of a layer keep the same number, or what each needs") {
+  // Means 20 and 30: 0.2 * 50 + 40 * 2 * 0.4 and * 0.6.
+  const Division d = division(50, {10, 30, 15, 45}, 1000, 2);
+  CHECK(divided({}, d) == Counts{42, 42, 58, 58});
+  CHECK(divided({{"each_head", true}}, d) == Counts{21, 63, 29, 87});
+}
+
+TEST_CASE("zigzagkv with snapkv keeps on real text what a plain implementation keeps") {
+  constexpr int prompt = 150, budget = 40, window = 8;
+  for (const bool each_head : {false, true}) {
+    OnText run(Role::scorer, "snapkv", {{"window", std::int64_t{window}}, {"clustering", false}}, budget, prompt + 4,
+               16, {}, OnText::Split{"zigzagkv", {{"each_head", each_head}, {"mass", .8}}});
+    run.prefill(prompt);
+    const int layers = run.config().layers, heads = run.config().kv_heads;
+    std::vector<std::vector<double>> votes;  // [layer, head]
+    std::vector<double> needs;
+    for (int i = 0; i < layers * heads; ++i) {
+      std::vector<double> sum(prompt - window);
+      for (int g = 0; g < run.group(); ++g)
+        for (const auto& row : window_shares(run, i / heads, i % heads * run.group() + g, prompt, window))
+          for (std::size_t t = 0; t < sum.size(); ++t) sum[t] += row[t] / run.group();
+      std::vector<double> ordered = sum;
+      std::sort(ordered.rbegin(), ordered.rend());
+      const double all = std::accumulate(ordered.begin(), ordered.end(), 0.);
+      int need = 0;
+      for (double got = 0; got < .8f * all; ++need) got += ordered[static_cast<std::size_t>(need)];
+      votes.push_back(sum), needs.push_back(need);
+    }
+    const double all = std::accumulate(needs.begin(), needs.end(), 0.);
+    int kept = 0;
+    for (int layer = 0; layer < layers; ++layer) {
+      double of_layer = 0;
+      for (int h = 0; h < heads; ++h) of_layer += needs[static_cast<std::size_t>(layer * heads + h)];
+      const double exact = .2 * budget + .8 * budget * layers * of_layer / all;
+      int in_layer = 0;
+      for (int h = 0; h < heads; ++h) {
+        CAPTURE(each_head, layer, h, exact);
+        const auto at = static_cast<std::size_t>(layer * heads + h);
+        const std::vector<int> got = run.kept(layer, h);
+        in_layer += static_cast<int>(got.size());
+        if (!each_head) CHECK(std::abs(static_cast<double>(got.size()) - exact) < 1.001);
+        // Which ones: the best of so many, and the window.
+        auto wanted = best(votes[at], positions_to(prompt - window), got.size() - window);
+        for (int t = prompt - window; t < prompt; ++t) wanted.push_back(t);
+        CHECK(got == wanted);
+        if (each_head)
+          CHECK(std::abs(static_cast<double>(got.size()) - exact * heads * needs[at] / of_layer) < heads + 1);
+      }
+      CHECK(std::abs(in_layer - exact * heads) < heads + .01);
+      kept += in_layer;
+    }
+    CHECK(kept == layers * heads * budget);
+    run.step();
+    CHECK(run.kept(0, 0).back() == prompt);  // nothing leaves while decoding
+  }
+}
