@@ -1,4 +1,4 @@
-// Sums over a head's tokens, tokens of a share, and listed tokens.
+// Sums over a head's tokens and over rows, tokens of a share, and listed tokens.
 #include <fmt/format.h>
 #include <kvlab/ops.hpp>
 
@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "cases/on_caches.hpp"
+#include "ops/score/abs_sums.hpp"
 #include "ops/select/allot.hpp"
 #include "ops/select/reference.hpp"
 
@@ -111,10 +112,33 @@ void check_listed(OnCache& x) {
       });
 }
 
+// Rows of a part of a head's tokens, and of more than it holds.
+void check_abs_sums(OnCache& x) {
+  const std::int64_t room = x.c.room(), width = 40;
+  PagedKv one = x.kv, there = x.there;
+  one.rows = there.rows = 1;
+  const int head = static_cast<int>(x.c.kv_heads()) - 1, first = static_cast<int>(room) / 3;
+  Numbers<2> rows(x, {room - first, width});
+  const auto rows_there = rows.put();
+  Numbers<3> start(x, {1, x.c.kv_heads(), room});
+  for (const bool begins : {true, false})
+    x.same<3>(
+        begins ? "add_abs_sums of the first rows" : "add_abs_sums", start.own(), 1e-6,
+        [&](Scores out) { ops::add_abs_sums(there, head, first, rows_there, .25f, begins, out, x.stream()); },
+        [&](Scores out) {
+          for (int t = first; t < one.tokens(0, head); ++t) {
+            double sum = 0;
+            for (std::int64_t d = 0; d < width; ++d) sum += std::fabs(double{rows.view()(t - first, d)});
+            out(0, head, t) = static_cast<float>((begins ? 0. : double{out(0, head, t)}) + .25 * sum);
+          }
+        });
+}
+
 std::vector<Case> list() {
   return {on_caches("shares", "sums of heads", 36, check_sums),
           on_caches("shares", "tokens of a share", 36, check_shares),
-          on_caches("shares", "listed tokens", 36, check_listed)};
+          on_caches("shares", "listed tokens", 36, check_listed),
+          on_caches("shares", "sums of absolute numbers", 36, check_abs_sums)};
 }
 
 const Announced announced{list};

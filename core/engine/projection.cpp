@@ -15,7 +15,7 @@ constexpr std::int64_t block = 256;  // tokens of a product
 }  // namespace
 
 std::int64_t Projection::scratch_bytes(const Shape& s, int hidden) {
-  const std::int64_t values = std::int64_t{s.kv_heads} * s.max_tokens * s.head_dim,
+  const std::int64_t values = std::int64_t{s.kv_heads} * s.max_pages() * s.page_size * s.head_dim,
                      products = block * (std::int64_t{s.query_heads} * s.head_dim + hidden);
   return (values + products) * static_cast<std::int64_t>(sizeof(float));
 }
