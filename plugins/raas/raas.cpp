@@ -53,17 +53,11 @@ class Raas final : public kvlab::Scorer {
     one.extent[1] /= 2, one.stride[1] *= 2;
     other.data += other.stride[1], other.extent[1] /= 2, other.stride[1] *= 2;
 
-    // 1 where attention is above the threshold, else 0: max(x, 0), divided by itself.
-    kvlab::ops::set_pinned(kv.pages, all, 0, pairs, s);
-    kvlab::ops::group_reduce(kv.pages, kv.mass, group_, one, s);
-    kvlab::ops::set_pinned(kv.pages, all, threshold_, fixed, s);
-    kvlab::ops::add(one, fixed, -1, s);
-    kvlab::ops::group_reduce(kv.pages, pairs, kvlab::GroupRule::max, value, s);
-    kvlab::ops::divide(value, value, s);
+    kvlab::ops::group_reduce(kv.pages, kv.mass, group_, other, s);
+    kvlab::ops::above(other, threshold_, s);
 
     // The greater of the stamp less 1, and of 0 for what mattered or a number below all stamps.
     kvlab::ops::set_pinned(kv.pages, all, 1, fixed, s);
-    kvlab::ops::copy(other, value, s);
     kvlab::ops::add(other, fixed, -1, s);
     kvlab::ops::scale(other, far, s);
     if (!stamps_) kvlab::ops::set_pinned(kv.pages, all, -far, pairs, s);

@@ -64,19 +64,18 @@ class Scissorhands final : public kvlab::Scorer {
 
  private:
   struct Room {
-    kvlab::Scores below, pairs, counts;
+    kvlab::Scores below, counts;
   };
   Room room(const kvlab::LayerKv& kv) const {
     const int heads = each_head_ ? kv.shape->query_heads : kv.kv_heads();
-    return {kv.scratch<float>("below", {kv.rows(), heads, kv.max_length}),
-            kv.scratch<float>("pairs", {kv.rows(), 2 * heads, kv.max_length}), kv.kv_head_scores("counts")};
+    return {kv.scratch<float>("below", {kv.rows(), heads, kv.max_length}), kv.kv_head_scores("counts")};
   }
 
   // Adds 1 to a block's count of each token whose attention is below 1 / tokens. The newest `hidden` are not seen.
   void count(const kvlab::LayerKv& kv, kvlab::View<const float, 3> attention, int hidden, std::size_t block,
              const Room& room, kvlab::Stream s) const {
     const kvlab::Pins all{.last = kv.max_length};
-    kvlab::Scores below = room.below, upper = room.pairs;
+    kvlab::Scores below = room.below;
     if (!each_head_) {
       kvlab::ops::group_reduce(kv.pages, attention, kvlab::GroupRule::mean, room.counts, s);
       attention = room.counts;
@@ -85,12 +84,7 @@ class Scissorhands final : public kvlab::Scorer {
     kvlab::ops::set_pinned(kv.pages, {.last = hidden}, -INFINITY, below, s);
     kvlab::ops::softmax(kv.pages, below, 1, s);
     kvlab::ops::add(below, attention, -1, s);
-    // What is above 0 becomes 1 and the rest 0: max(x, 0), divided by itself.
-    upper.extent[1] /= 2, upper.stride[1] *= 2;
-    kvlab::ops::set_pinned(kv.pages, all, 0, room.pairs, s);
-    kvlab::ops::copy(upper, below, s);
-    kvlab::ops::group_reduce(kv.pages, room.pairs, kvlab::GroupRule::max, below, s);
-    kvlab::ops::divide(below, below, s);
+    kvlab::ops::above(below, 0, s);
     if (each_head_) {
       kvlab::ops::group_reduce(kv.pages, below, kvlab::GroupRule::sum, room.counts, s);
       below = room.counts;
