@@ -4,7 +4,7 @@
 #include <kvlab/ops.hpp>
 
 #include <catch2/catch.hpp>
-#include <map>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -79,19 +79,17 @@ std::shared_ptr<const Model> tiny() {
 struct Run {
   Division told;
   Ints of_scorer, of_budget;
+  std::vector<int> more;
   std::unique_ptr<Engine> engine;
 
-  Run(int window, int budgets_window, int every, const EngineOptions& o, int dense_layers = 0) {
-    const int heads = (tiny()->config.layers - dense_layers) * tiny()->config.kv_heads;
-    std::vector<int> more;
+  Run(int window, int budgets_window, int every, const EngineOptions& o) {
+    const int heads = tiny()->config.layers * tiny()->config.kv_heads;
     for (int i = 0; i < heads; ++i) more.push_back(i + 1 == heads ? -3 : i % 2 ? 1 : -1);
     Composition parts;
     parts.scorer = instance<Scorer>(new Oldest(window, every, of_scorer));
     parts.split = instance<Budget>(new Gives(more, budgets_window, told, of_budget));
     engine = std::make_unique<Engine>(tiny(), compose(std::move(parts)), o);
-    this->more = more;
   }
-  std::vector<int> more;
 };
 
 EngineOptions options(BudgetAmount budget, int chunk = 0) {
