@@ -1,3 +1,5 @@
+#include <deque>
+
 #include "support/on_text.hpp"
 
 using namespace kvlab;
@@ -16,6 +18,21 @@ struct Norms final : OutputProjection {
   }
 };
 
+// Scratch in which nothing shares memory. HeapWorkspace gives both parts of a list the same.
+class Scratch final : public Workspace {
+ public:
+  void* scratch(const char*, std::size_t bytes) override { return blocks_.emplace_back(bytes + 64).data(); }
+  void* state(const char*, std::size_t bytes_per_slot, int slots) override {
+    return scratch("", bytes_per_slot * static_cast<std::size_t>(slots));
+  }
+  const void* constant(const char*, const void* from, std::size_t bytes) override {
+    return std::memcpy(scratch("", bytes), from, bytes);
+  }
+
+ private:
+  std::deque<std::vector<std::byte>> blocks_;
+};
+
 // The tokens that stay of those that the last query gives these shares, beside that query's own token.
 std::vector<int> kept(const std::vector<float>& shares, const std::vector<float>& norms, int budget, Settings more) {
   PagedFixture cache({1, 1, 8, 4, 4});
@@ -31,6 +48,8 @@ std::vector<int> kept(const std::vector<float>& shares, const std::vector<float>
   Scored scored(cache, 1);
   const Norms projection;
   scored.kv.projection = &projection;
+  Scratch scratch;
+  scored.kv.workspace = &scratch;
   scored.kv.window_queries = View<const float, 4>::dense(query.data(), {1, 1, 1, 8});
   const std::int32_t tokens = budget + 1;
   scored.kv.budget = &tokens;

@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(score_threads) each_kernel(View<float, 3> x, F
 template <class F>
 void each(const Scores& x, const char* op, Stream s, F f) {
   if (x.extent[0] <= 0 || x.extent[1] <= 0 || x.extent[2] <= 0) return;
-  each_kernel<<<grid_of(x.extent[1], x.extent[0], x.extent[2]), score_threads, 0, stream_of(s)>>>(x, f);
+  const auto kernel = each_kernel<F>;
+  kernel<<<grid_of(x.extent[1], x.extent[0], x.extent[2]), score_threads, 0, stream_of(s)>>>(x, f);
   check_launch(op);
 }
 
