@@ -166,16 +166,21 @@ class Subjects {
 
  private:
   std::vector<const PluginInfo*> all(Role role) { return registry_.list(role); }
-  // The defaults, but without dense layers, which could be all layers of a tiny model. A policy's sinks and window must
-  // leave room in the suite's budgets, and a codec's residual must leave pages to encode.
+  // The defaults, but without dense layers, which could be all layers of a tiny model. Sinks and window of a policy,
+  // and of a scorer that pins many tokens, must leave room in the suite's budgets, and a codec's residual pages to
+  // encode.
   static PluginUse use(const PluginInfo& p) {
     std::map<std::string, ParamValue> given;
     if (find_param(p, "dense_layers")) given["dense_layers"] = std::int64_t{0};
-    if (p.role == Role::policy)
+    if (p.role == Role::policy || (p.role == Role::scorer && pins_many(p)))
       for (const char* name : {"sinks", "window"})
         if (find_param(p, name)) given[name] = std::int64_t{6};
     if (p.role == Role::codec && find_param(p, "residual")) given["residual"] = std::int64_t{8};
     return {p.role, p.name, resolve(p, given)};
+  }
+  static bool pins_many(const PluginInfo& scorer) {
+    const Pins pins = create<Scorer>(scorer, resolve(scorer, {}))->pins(48);
+    return pins.first + pins.last > 40;
   }
   void add(const PluginInfo& p, const std::string& label, const std::function<void(PolicySpec&)>& fill) {
     Subject s;
