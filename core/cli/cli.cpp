@@ -27,6 +27,7 @@
 #include "cli/doctor.hpp"
 #include "cli/html_report.hpp"
 #include "cli/loaded.hpp"
+#include "cli/replay.hpp"
 #include "cli/reproduce.hpp"
 #include "cli/spread.hpp"
 #include "cli/verify.hpp"
@@ -107,6 +108,7 @@ class CommandLine {
   }
   void add_run();
   void add_profile();
+  void add_record();
   void add_generate();
   void add_reproduce();
   void add_rest();
@@ -131,6 +133,8 @@ class CommandLine {
   GenerateOptions generate_;
   ConformOptions conform_;
   ReproduceOptions reproduce_;
+  RecordOptions record_;
+  ReplayWords replay_;
   VerifyOptions verify_;
   bench::ModelChoice choice_;
 };
@@ -147,6 +151,7 @@ CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
       "SIGTERM.");
   add_run();
   add_profile();
+  add_record();
   add_generate();
   add_reproduce();
   add_rest();
@@ -199,6 +204,26 @@ void CommandLine::add_profile() {
           });
   add_experiment(profile);
   profile->add_option("-o,--output", output_, "profile file (HDF5), in place of the experiment's");
+}
+
+void CommandLine::add_record() {
+  CLI::App* record = add("record", record_help, record_examples, [this] {
+    const Loaded loaded(file_, sets_, plugin_path_);
+    record_.command = joined(typed());
+    record_.quiet = quiet_;
+    return run_record(loaded.experiment, *loaded.catalog, record_);
+  });
+  add_experiment(record);
+  add_record_options(record, record_);
+
+  CLI::App* replay = add("replay", replay_help, replay_examples, [this] {
+    RunOptions options{joined(typed()), fresh_, quiet_};
+    spread_.apply(options, typed());
+    return replay_recording(replay_, options);
+  });
+  add_replay_options(replay, replay_);
+  replay->add_flag("--fresh", fresh_, "run finished cells again");
+  spread_.add_starters_to(replay);
 }
 
 void CommandLine::add_generate() {

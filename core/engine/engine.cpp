@@ -79,6 +79,9 @@ void check_needs(const Model& model, const Policy& policy, const EngineOptions& 
   if (o.prefill_chunk > 0 && !needs.chunked_prompts())
     throw Error(Errc::config, "got prefill_chunk " + std::to_string(o.prefill_chunk) +
                                   " with a policy that needs whole prompts, wanted prefill_chunk: 0");
+  if (o.rows && (o.slots != 1 || o.prefill_chunk > 0 || o.device != Device::cpu))
+    throw Error(Errc::config, "got several slots, prompt chunks or a GPU for a recording, wanted one slot, whole prompts "
+                              "and backend: cpu");
   if (needs.own_amount() && o.budget.kind != BudgetAmount::unlimited)
     throw Error(Errc::config, "got a budget for a policy that decides by itself how much it keeps, wanted none");
   if (needs.future_mass() && !o.recorded)
@@ -163,7 +166,8 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
       owned_stream_(options.device),
       stream_(owned_stream_.get()),
       store_(make_store(store_options(*model, *policy_, options), stream_)),
-      executor_(make_executor(model, *store_, options.batch_invariant)) {
+      executor_(options.rows ? make_replay_executor(model, *store_, *options.rows)
+                             : make_executor(model, *store_, options.batch_invariant)) {
   check_needs(*model, *policy_, options);
   page_bytes_ = page_bytes(store_->shape(), store_->options().codecs[0], needs_);
   policy_->attach(store_->shape(), options.budget, store_->workspace());

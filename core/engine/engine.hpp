@@ -35,6 +35,8 @@ struct EngineOptions {
   bool batch_invariant = false;            // see make_executor
   bool graphs = true;                      // on a GPU decode steps may run as graphs, whose parts cannot be timed
   const RecordedMass* recorded = nullptr;  // for a policy that needs future mass; borrowed
+  // Of a recording, in place of the model's, which may be an outline; borrowed. One slot, whole prompts, no logits.
+  const RecordedRows* rows = nullptr;
   int layers_beside = 8;                   // whose observe shares launches beside the step; tests take fewer
   bool protect_host = false;               // tests: the host tier is unreadable while attention runs
 };

@@ -6,7 +6,7 @@
 
 namespace kvlab {
 
-class CpuExecutor final : public Executor {
+class CpuExecutor : public Executor {
  public:
   CpuExecutor(std::shared_ptr<const Model> model, CpuStore& store);
   void project_output(int layer, const float* x, std::int64_t rows, float* y) const override;
@@ -26,30 +26,33 @@ class CpuExecutor final : public Executor {
   void head(std::int64_t rows, const StepResult& out) override;
   void read(std::int64_t rows, const StepResult& out) override;
 
- private:
+  // What follows is for executors that get rows in another way.
   struct Qkv {
     std::vector<float> q, k, v, raw_q, raw_k;
     void resize(std::size_t rows, const ModelConfig& c, bool raw);
   };
   bool by_rank() const { return store_.options().rope != RopeRegime::original; }  // RoPE uses ranks, not text positions
   std::int64_t key_width() const { return std::int64_t{model_->config.kv_heads} * model_->config.head_dim; }
-  void project_block(const ModelLayer& l, const float* x, std::int64_t rows, std::int64_t at);
   const float* cached_keys() const;
+  virtual void rotate_token(int layer, int slot, std::int64_t row, std::int64_t ahead);
+  void note_rows();
+
+  CpuStore& store_;
+  std::vector<std::int32_t> position_;  // text positions of the current call's tokens
+  Qkv qkv_;
+
+ private:
+  void project_block(const ModelLayer& l, const float* x, std::int64_t rows, std::int64_t at);
   void add_angle(int position);
-  void rotate_token(int layer, int slot, std::int64_t row, std::int64_t ahead);
   void logits_of(const float* x, std::int64_t rows, View<float, 2> out);
   // Both look for numbers that are not finite: among `count` numbers of a row, or in keys and values of `tokens`
   // tokens.
   void look_at(std::int64_t row, const float* x, std::int64_t count, float limit = finite_limit(DType::f32));
   void look_at_entries(std::int64_t row, std::int64_t first, std::int64_t tokens);
-  void note_rows();
 
-  CpuStore& store_;
   Ledger unread_;
   StoreWorkspace workspace_{unread_, Stream::cpu()};  // of attention; the store's own is the policy's
   std::vector<int> tokens_;                           // tokens of the current call
-  std::vector<std::int32_t> position_;                // their text positions
-  Qkv qkv_;
   std::vector<float> x_, hidden_, wide_, attention_, mass_, logits_;
   View<float, 2> step_logits_;   // logits of the decode step; empty if the caller asks for none
   std::vector<char> nonfinite_;  // [row] of the current call

@@ -7,6 +7,7 @@
 #include "base/put_off.hpp"
 #include "exec/cpu_executor.hpp"
 #include "exec/cuda_executor.hpp"
+#include "exec/replay_executor.hpp"
 
 namespace kvlab {
 
@@ -97,6 +98,12 @@ void check_executor(const Model& model, Device device) {
 std::unique_ptr<Executor> make_executor(std::shared_ptr<const Model> model, Store& store, bool batch_invariant) {
   if (CudaStore* cuda = store.cuda()) return std::make_unique<CudaExecutor>(std::move(model), *cuda, batch_invariant);
   return std::make_unique<CpuExecutor>(std::move(model), *store.cpu());
+}
+
+std::unique_ptr<Executor> make_replay_executor(std::shared_ptr<const Model> model, Store& store,
+                                               const RecordedRows& rows) {
+  if (!store.cpu()) throw Error(Errc::unsupported, "got a recording for a GPU, wanted backend: cpu");
+  return std::make_unique<ReplayExecutor>(std::move(model), *store.cpu(), rows);
 }
 
 }  // namespace kvlab

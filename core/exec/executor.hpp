@@ -10,6 +10,7 @@
 #include <span>
 #include <vector>
 
+#include "exec/recorded_rows.hpp"
 #include "model/model.hpp"
 #include "ops/attend/attend.hpp"
 #include "store/store.hpp"
@@ -159,5 +160,9 @@ void check_executor(const Model& model, Device device);
 // device cannot run the model. batch_invariant: a decode step gives every row the same bits whatever other rows there
 // are. Without it a GPU cuts sums by the batch, which takes less time. oneDNN's bf16 products on the CPU always do so.
 std::unique_ptr<Executor> make_executor(std::shared_ptr<const Model> model, Store& store, bool batch_invariant = false);
+
+// One that replays a recording, on the CPU. The model may be an outline. Borrows the rows, which must fit the store.
+std::unique_ptr<Executor> make_replay_executor(std::shared_ptr<const Model> model, Store& store,
+                                               const RecordedRows& rows);
 
 }  // namespace kvlab

@@ -67,6 +67,7 @@ struct Experiment {
   int prefill_chunk = 0;                 // prompt tokens per chunk; 0 = the whole prompt, layer by layer
   int fidelity_tokens = 32;              // forced tokens per sample
   InjectSpec inject;                     // empty = none
+  std::filesystem::path recording;       // in place of the model and the tasks' prompts; empty = none
   std::vector<std::string> plugin_path;  // absolute, or relative to the current folder
 
   std::filesystem::path resolve(const std::string& path) const;  // of a data path in the file

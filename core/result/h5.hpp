@@ -70,7 +70,13 @@ class Location {
              const std::string& unit) const;
   void write(const std::string& name, const std::vector<std::int64_t>& values, const std::vector<std::int64_t>& shape,
              const std::string& unit) const;
-  std::size_t rank(const std::string& name) const;  // dimensions of a dataset
+  // The same with a block of the file for each index of the first dimension. 16-bit numbers are shuffled and deflated.
+  void write_blocks(const std::string& name, const std::vector<float>& values, const std::vector<std::int64_t>& shape,
+                    const std::string& unit) const;
+  void write_blocks(const std::string& name, const std::vector<std::uint16_t>& values,
+                    const std::vector<std::int64_t>& shape, const std::string& unit) const;
+  std::size_t rank(const std::string& name) const;                  // dimensions of a dataset
+  std::vector<std::int64_t> extent(const std::string& name) const;  // of a dataset
   // shape, if given, receives the extent. Errc::result_file if the element class or the rank differs, or if the file is
   // too small for the extent.
   std::vector<float> read_f32(const std::string& name, std::size_t rank,
@@ -79,6 +85,9 @@ class Location {
                                      std::vector<std::int64_t>* shape = nullptr) const;
   std::vector<std::int64_t> read_i64(const std::string& name, std::size_t rank,
                                      std::vector<std::int64_t>* shape = nullptr) const;
+
+  std::vector<std::uint16_t> read_u16(const std::string& name, std::size_t rank,
+                                      std::vector<std::int64_t>* shape = nullptr) const;
 
   // Columns of equal length. Units become the attribute `units`, one string per column.
   void write_table(const std::string& name, const std::vector<Column>& columns) const;
@@ -101,7 +110,8 @@ class Location {
  private:
   template <class T>
   void write_array(const std::string& name, const std::vector<T>& values, const std::vector<std::int64_t>& shape,
-                   const std::string& unit, Handle::Id file_type, Handle::Id memory_type) const;
+                   const std::string& unit, Handle::Id file_type, Handle::Id memory_type,
+                   const Handle& layout = {}) const;
 
  protected:
   Location(Handle handle, std::string file) : handle_(std::move(handle)), file_(std::move(file)) {}

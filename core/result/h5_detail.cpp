@@ -65,10 +65,11 @@ Handle simple_space(const std::vector<std::int64_t>& shape, const std::string& f
 }
 
 void put_dataset(hid_t at, const std::string& name, hid_t file_type, hid_t memory_type, hid_t space, const void* data,
-                 const std::string& file) {
+                 const std::string& file, const Handle& layout) {
   const Handle links = make_parents(file);
-  const Handle set = own(H5Dcreate2(at, name.c_str(), file_type, space, links.get(), H5P_DEFAULT, H5P_DEFAULT),
-                         H5Dclose, "create a dataset", file, name);
+  const hid_t properties = layout.get() < 0 ? H5P_DEFAULT : layout.get();
+  const Handle set = own(H5Dcreate2(at, name.c_str(), file_type, space, links.get(), properties, H5P_DEFAULT), H5Dclose,
+                         "create a dataset", file, name);
   if (data) check(H5Dwrite(set.get(), memory_type, H5S_ALL, H5S_ALL, H5P_DEFAULT, data), "write a dataset", file, name);
 }
 
@@ -88,7 +89,9 @@ Dataset::Dataset(hid_t at, const std::string& name, std::size_t rank, const std:
     fail("got " + std::to_string(got) + " dimensions, wanted " + std::to_string(rank), file, name);
   std::vector<hsize_t> extent(rank);
   if (rank) check(H5Sget_simple_extent_dims(space.get(), extent.data(), nullptr), "read an extent", file, name);
-  const hsize_t bytes = file_size(set.get(), file);
+  const Handle layout = own(H5Dget_create_plist(set.get()), H5Pclose, "read a property list", file, name);
+  const hsize_t most_deflated = 1032;  // bytes that a byte of deflate can stand for
+  const hsize_t bytes = file_size(set.get(), file) * (H5Pget_nfilters(layout.get()) > 0 ? most_deflated : 1);
   const std::size_t element = std::max<std::size_t>(H5Tget_size(type.get()), 1);
   for (hsize_t n : extent) {
     if (n != 0 && count > bytes / element / n)

@@ -22,7 +22,7 @@ Handle text_type(std::size_t size, H5T_cset_t cset, const std::string& file);
 Handle make_parents(const std::string& file);  // properties of a link that make the groups above it
 Handle simple_space(const std::vector<std::int64_t>& shape, const std::string& file, const std::string& object);
 void put_dataset(hid_t at, const std::string& name, hid_t file_type, hid_t memory_type, hid_t space, const void* data,
-                 const std::string& file);
+                 const std::string& file, const Handle& layout = {});  // layout: of a new dataset; empty = the default
 hsize_t file_size(hid_t object, const std::string& file);
 
 // A dataset that is open for reading. Its constructor checks that the file is large enough for its extent.

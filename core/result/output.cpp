@@ -58,13 +58,21 @@ bool has_parts(const std::string& out_path) {
   return fs::is_directory(parts_folder(out_path), error) && !fs::is_empty(parts_folder(out_path), error);
 }
 
+OutputKind kind_of(const h5::File& file) {
+  if (file.has("profilers")) return OutputKind::profile;
+  const bool recording = file.has_attribute(".", "kind") && file.text_attribute(".", "kind") == "recording";
+  return recording ? OutputKind::recording : OutputKind::results;
+}
+
 // Refuses an undamaged file of ours that is not of the kind that will replace it.
 void check_kind(const h5::File& file, OutputKind kind, const std::string& out_path) {
-  const bool profile = file.has("profilers");
-  if (profile && kind == OutputKind::results)
-    refuse("got a profile file as the output of a run, wanted a new name: it would be overwritten", out_path);
-  if (!profile && kind == OutputKind::profile)
-    refuse("got a result file as the output of a profile, wanted a new name: it would be overwritten", out_path);
+  static constexpr const char* files[] = {"result file", "profile file", "recording"};
+  static constexpr const char* makers[] = {"run", "profile", "recording"};
+  const OutputKind there = kind_of(file);
+  if (there != kind)
+    refuse(std::string("got a ") + files[static_cast<int>(there)] + " as the output of a " +
+               makers[static_cast<int>(kind)] + ", wanted a new name: it would be overwritten",
+           out_path);
   try {
     read_info(file);
   } catch (const Error& e) {
@@ -73,7 +81,7 @@ void check_kind(const h5::File& file, OutputKind kind, const std::string& out_pa
         out_path);
   }
   const fs::path path = out_path;
-  if (!profile && path.parent_path().extension() == ".parts" && file.has("cells/" + path.stem().string()))
+  if (there == OutputKind::results && path.parent_path().extension() == ".parts" && file.has("cells/" + path.stem().string()))
     refuse("got a finished cell of another output, wanted a new name: it would be overwritten", out_path);
 }
 
@@ -84,7 +92,7 @@ void check_ours(OutputKind kind, const std::string& out_path) {
     file = open_sealed(out_path);
   } catch (const Error& e) {
     // A damaged result is built from its parts again.
-    if (kind == OutputKind::profile || !has_parts(out_path))
+    if (kind != OutputKind::results || !has_parts(out_path))
       refuse("got a damaged file as the output (" + e.message() + "), wanted a new name: it would be overwritten",
              out_path);
     return;
@@ -109,10 +117,10 @@ void check_file(OutputKind kind, const std::string& out_path) {
       refuse("got a file as the output that is no result of this kvlab, wanted a new name: it would be overwritten",
              out_path);
   }
-  if (kind == OutputKind::profile && has_parts(out_path))
-    refuse(
-        "got the output of a run, whose parts are in " + parts_folder(out_path) + ", wanted a new name for a profile",
-        out_path);
+  if (kind != OutputKind::results && has_parts(out_path))
+    refuse("got the output of a run, whose parts are in " + parts_folder(out_path) + ", wanted a new name for a " +
+               (kind == OutputKind::profile ? "profile" : "recording"),
+           out_path);
 }
 
 void make_folder(const std::string& folder, const std::string& out_path) {

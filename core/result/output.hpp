@@ -7,7 +7,7 @@
 
 namespace kvlab::results {
 
-enum class OutputKind : std::uint8_t { results, profile };
+enum class OutputKind : std::uint8_t { results, profile, recording };
 
 // Errc::result_file if a run could not write OUT in the end. OUT may be a folder, a device, a file that kvlab did not
 // write or one of the other kind. The nearest folder that exists may take no file. Follows a symbolic link and leaves

@@ -122,13 +122,27 @@ std::vector<ReportColumn> columns_for(const Block& block, const Samples& samples
   const ReportColumn score{"score", [&samples](const Group& group) { return score_text(group, samples); }};
   const auto compression = mean_of("compr. ×", [](Row r) { return r.compression; });
   const auto fired = mean_of("fired", [](Row r) { return as_double(r.fired); });
+  const auto replayed = [](const Group& group) {
+    const auto labels = split_labels(group.first().labels);
+    return std::count(labels.begin(), labels.end(), "replayed") > 0;
+  };
+  const auto device_mb = mean_of(
+      "device MB", [](Row r) { return r.device_bytes_decode < 0 ? not_measured : r.device_bytes_decode / 1e6; });
+  if (std::all_of(block.groups.begin(), block.groups.end(), replayed))
+    return {spread_of("mass", [](Row r) { return r.mass; }),
+            spread_of("page recall", [](Row r) { return r.page_recall; }),
+            mean_of("tokens", [](Row r) { return r.kept_tokens; }),
+            device_mb,
+            mean_of("host MB", [](Row r) { return as_double(r.host_bytes_peak) / 1e6; }),
+            mean_of("KB/step to device", [](Row r) { return r.moved_device / 1e3; }),
+            mean_of("to host", [](Row r) { return r.moved_host / 1e3; }),
+            fired};
   if (block.workload.empty())
     return {score,
             spread_of("KL", [](Row r) { return r.kl; }),
             spread_of("top-1", [](Row r) { return r.top1; }),
             spread_of("mass", [](Row r) { return r.mass; }),
-            mean_of("device MB",
-                    [](Row r) { return r.device_bytes_decode < 0 ? not_measured : r.device_bytes_decode / 1e6; }),
+            device_mb,
             compression,
             spread_of("ms/token", [](Row r) { return r.tpot_ms_p50; }),
             spread_of("TTFT ms", [](Row r) { return r.ttft_ms; }),

@@ -19,6 +19,7 @@ constexpr std::pair<const char*, const char*> label_meanings[] = {
     {"synthetic", "random weights: times and bytes count, scores and fidelity say nothing"},
     {"graph", "decode steps are launched as CUDA graphs"},
     {"disturbed", "other processes took cores that this cell needed: its times are too long"},
+    {"replayed", "a recording gave each step the full cache's queries, keys and values; no text was generated"},
     {"eager", "steps are launched kernel by kernel with events between their parts, which costs time"},
 };
 

@@ -63,6 +63,10 @@ struct SummaryRow {
   std::int64_t pauses = -1;        // Served::pauses of all requests
   double overhead = not_measured;  // share of decode steps' time in which the GPU's kernels did not run
   std::string warnings;            // said while the cell ran, one per line (result/warnings.hpp)
+  double page_recall = not_measured;   // share, 0 to 1: mean of the cell's fidelity/page_recall
+  double kept_tokens = not_measured;   // per KV head, mean over decode steps; of a replay
+  double moved_device = not_measured;  // mean bytes that arrive on the device in a decode step, new tokens included
+  double moved_host = not_measured;    // the same of the host
   std::int64_t nonfinite = 0;      // NaN and infinite numbers in the call that ended a failed cell
   // The fields below describe the timed part of a timed cell.
   double load = not_measured;             // the machine's load average over a minute, at its end

@@ -86,6 +86,10 @@ const std::vector<Field<SummaryRow>>& fields(const SummaryRow*) {
       {"threads", &R::threads, "threads", false, true},
       {"pauses", &R::pauses, "steps", false, true},
       {"by_age", &R::by_age, "1 = ranks by age alone", false, true},
+      {"page_recall", &R::page_recall, "share", false, true},
+      {"kept_tokens", &R::kept_tokens, "tokens", false, true},
+      {"moved_device", &R::moved_device, "bytes/step", false, true},
+      {"moved_host", &R::moved_host, "bytes/step", false, true},
   };
   return list;
 }

@@ -21,15 +21,21 @@ int Answer::take(std::span<const float> logits, const Tokenizer& tokenizer) {
 }
 
 int Answer::take(int likeliest, const Tokenizer& tokenizer) {
-  const bool forced = !item_->forced.empty();
-  const int token = forced ? item_->forced[tokens_.size()] : likeliest;
+  if (!item_->forced.empty()) return take_forced();
+  const int token = likeliest;
   if (token < 0) throw Error(Errc::internal, "got an answer token of logits that are not finite");
   tokens_.push_back(token);
   if (ends_answer(*item_, token, tokenizer))
     stop_ = Stop::eos;
   else if (tokens_.size() >= most_)
-    stop_ = forced ? Stop::forced : Stop::length;
+    stop_ = Stop::length;
   return token;
+}
+
+int Answer::take_forced() {
+  tokens_.push_back(item_->forced[tokens_.size()]);
+  if (tokens_.size() >= most_) stop_ = Stop::forced;
+  return tokens_.back();
 }
 
 const char* name_of(Answer::Stop stop) {

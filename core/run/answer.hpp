@@ -27,6 +27,7 @@ class Answer {
   // have ended.
   int take(std::span<const float> logits, const Tokenizer& tokenizer);
   int take(int likeliest, const Tokenizer& tokenizer);
+  int take_forced();  // the same of tokens that the task forces
 
   const std::vector<int>& tokens() const { return tokens_; }  // an end-of-sequence token included
   Stop stop() const { return stop_; }

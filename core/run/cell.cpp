@@ -12,6 +12,7 @@
 #include "run/fidelity.hpp"
 #include "run/nonfinite.hpp"
 #include "run/plain_pass.hpp"
+#include "run/replay.hpp"
 #include "run/serve.hpp"
 #include "run/summary.hpp"
 
@@ -36,6 +37,7 @@ void check_cell(const CellInput& given) {
                 "got a workload for '" + in.policy().name +
                     "', wanted none: it looks at a run of the full cache on the same prompts, one by one");
   in.full_runs = full_runs_for(in, needs);
+  if (in.rows) check_replay(in, needs);
   Engine::check(*in.model, *cell_policy(in), engine_options(in, 1));
   try {
     limited_options(in, 1);
@@ -62,6 +64,7 @@ namespace {
 
 CellResult passes(const CellInput& given) {
   CellInput in = given;
+  if (in.rows) return replay(in);
   const std::optional<HeldBytes> found = equal_budget(in);
   if (found) in.found_budget = BudgetAmount{BudgetAmount::tokens, static_cast<double>(found->tokens)};
   CellResult out;

@@ -20,6 +20,7 @@ EngineOptions engine_options(const CellInput& in, int slots) {
   o.graphs = !in.wants(Metric::parts);
   o.budget = in.budget();
   o.recorded = in.full_runs.get();
+  o.rows = in.rows.get();
   o.spill = in.experiment->spill == "always" ? Spill::always : Spill::pressure;
   o.copy_by_host = in.experiment->page_copies == "memcpy";
   o.host_limit = in.experiment->host_memory > 0 ? in.experiment->host_memory : -1;

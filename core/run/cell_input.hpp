@@ -8,6 +8,7 @@
 #include "compose/injection.hpp"
 #include "engine/engine.hpp"
 #include "experiment/experiment.hpp"
+#include "replay/replayed_rows.hpp"
 #include "run/full_runs.hpp"
 #include "run/items.hpp"
 #include "run/reference.hpp"
@@ -24,6 +25,7 @@ struct CellInput {
   ReferenceCache* references = nullptr;
   std::shared_ptr<const Profile> profile;                                      // null without `profile: FILE`
   std::shared_ptr<const RecordedTrace> recorded;                               // null unless inject: {trace: FILE}
+  std::shared_ptr<ReplayedRows> rows;                                          // null unless a recording is replayed
   std::shared_ptr<FullRuns> full_runs;                                         // null unless the policy needs them
   std::function<void(const std::string& what, int done, int total)> progress;  // counts the items of a pass
   std::optional<BudgetAmount> found_budget;                                    // by equal_bytes

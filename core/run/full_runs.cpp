@@ -102,6 +102,7 @@ FullRuns::Sample FullRuns::run(const CellInput& in, int sample, int most) const 
   EngineOptions o;
   o.device = device_of(*in.experiment);
   o.page_size = in.policy().page_size;
+  o.rows = in.rows.get();
   for (const Item& item : items)
     if (item.sample == sample) o.max_tokens = std::max(o.max_tokens, item.most_tokens());
   Engine engine(in.model, std::make_shared<FullCache>(), o);
@@ -123,6 +124,7 @@ FullRuns::Sample FullRuns::run(const CellInput& in, int sample, int most) const 
       now->layers = in.model->config.layers, now->kv_heads = in.model->config.kv_heads;
       shared = item.shared;
       recorder.follow(now.get());
+      if (in.rows) in.rows->use(i);
       const Sequence::Asked asked[] = {{0, static_cast<std::uint32_t>(i)}};
       want_room(full.begin(item, asked), engine);
     } else {
@@ -133,7 +135,7 @@ FullRuns::Sample FullRuns::run(const CellInput& in, int sample, int most) const 
     Answer answer(item, most);
     while (!answer.ended()) {
       if (!answer.tokens().empty()) feed(answer.tokens().back());
-      answer.take(full.logits(), *in.model->tokenizer);
+      item.forced.empty() ? answer.take(full.logits(), *in.model->tokenizer) : answer.take_forced();
     }
     before.clear();
     if (answer.stop() != Answer::Stop::eos) before.push_back(answer.tokens().back());

@@ -15,6 +15,7 @@
 #include "run/cell.hpp"
 #include "run/device.hpp"
 #include "run/policy_profile.hpp"
+#include "run/replay.hpp"
 #include "run/requests.hpp"
 
 namespace kvlab {
@@ -66,6 +67,14 @@ class Preparation {
 };
 
 void Preparation::open_models() {
+  if (!e_.recording.empty()) {
+    p_.recording = std::make_shared<Recording>(e_.recording.string());
+    inputs_.push_back(e_.recording.string());
+    check_model(e_, *p_.recording);
+    p_.models = {p_.recording->head().model};
+    p_.checkpoints.resize(1);
+    return;
+  }
   for (const ModelSpec& spec : e_.models)
     placed(spec.where, [&] {
       p_.checkpoints.push_back(open_model(spec.path, spec.adapter, e_.folder));
@@ -76,8 +85,9 @@ void Preparation::open_models() {
 
 void Preparation::list_cells() {
   Fingerprints prints = content_fingerprints();
+  const std::string recorded = p_.recording ? " " + prints.file(e_.recording) : "";
   prints.model = [&](const ModelSpec& spec) {
-    return p_.models[static_cast<std::size_t>(&spec - e_.models.data())]->fingerprint;
+    return recorded + p_.models[static_cast<std::size_t>(&spec - e_.models.data())]->fingerprint;
   };
   prints.file = [&, hash = prints.file](const std::filesystem::path& file) {
     inputs_.push_back(file.string());
@@ -114,7 +124,9 @@ void Preparation::check(const Cell& c) {
   if (tried_.insert(key).second)
     attempt(e_.tasks[c.task].where, [&] {
       const log::Timed timed("prompts of " + task_label(e_.tasks[c.task]));
-      p_.items[key] = make_items(e_.tasks[c.task], catalog_, model.tokenizer, model.config, e_, c.seed);
+      p_.items[key] = p_.recording
+                          ? recorded_items(*p_.recording, e_.tasks[c.task], c.seed)
+                          : make_items(e_.tasks[c.task], catalog_, model.tokenizer, model.config, e_, c.seed);
     });
   const PolicySpec& policy = e_.policies[c.policy];
   const bool has_items = p_.items.count(key) != 0;
@@ -153,6 +165,7 @@ CellInput input(const Experiment& e, const PluginCatalog& catalog, const Prepare
   const ProfileKey key{cell.model, in.policy().profile, in.policy().page_size};
   if (const auto own = p.profiles.find(key); own != p.profiles.end()) in.profile = own->second;
   in.recorded = p.recorded;
+  if (p.recording) in.rows = replayed_rows(p.recording, e.tasks[cell.task], cell.seed);
   return in;
 }
 

@@ -40,7 +40,7 @@ bool may_be_lengthened(const CellInput& in) { return in.experiment->backend == "
 void ModelInUse::need(std::size_t model) {
   if (no_room_.count(model)) throw NoRoom(no_room_.at(model));
   if (nonfinite_.count(model)) throw nonfinite_.at(model);
-  if (outline_ && model_ == model) return;
+  if (!e_.recording.empty() || (outline_ && model_ == model)) return;
   if (outline_) prepared_.models[model_] = std::exchange(outline_, nullptr);
   const ModelSpec& spec = e_.models[model];
   const log::Timed timed("weights of " + spec.name());

@@ -21,27 +21,32 @@ StepLog::StepLog(const Engine& engine, bool parts, results::CellResult& out)
       moved_[{static_cast<int>(tier), tag}] = moved(engine.store().ledger(), tier, tag);
 }
 
-void StepLog::step(double ms, double device_ms, const PartSeconds& parts) {
+StepLog::Moved StepLog::step(double ms, double device_ms, const PartSeconds& parts) {
   const std::int64_t step = static_cast<std::int64_t>(out_.step_ms.size());
   out_.step_ms.push_back(static_cast<float>(ms));
   if (engine_.store().stream().device() == Device::cuda) out_.step_device_ms.push_back(static_cast<float>(device_ms));
   if (!out_.parts.empty())
     for (double seconds : parts) out_.step_parts.push_back(static_cast<float>(seconds * 1000));
   const Ledger& ledger = engine_.store().ledger();
+  Moved sum;
   for (const Tier tier : tiers)
     for (int tag = 0; tag < tag_count; ++tag) {
       const std::int64_t held = ledger.held(tier)[static_cast<std::size_t>(tag)], all = moved(ledger, tier, tag);
       std::int64_t& before = moved_[{static_cast<int>(tier), tag}];
       if (held == 0 && all == before) continue;
+      (tier == Tier::host ? sum.host : sum.device) += all - before;
       out_.ledger.push_back(
           {step, tier == Tier::host ? "host" : "device", name_of(static_cast<Tag>(tag)), held, all - before});
       before = all;
     }
+  return sum;
 }
 
 void StepLog::decode(double ms, const PartSeconds& parts, const std::vector<std::int32_t>& slots) {
   const double device_ms = engine_.device_ms();
-  step(ms, device_ms, parts);
+  const Moved moved = step(ms, device_ms, parts);
+  moved_device_ += static_cast<double>(moved.device);
+  moved_host_ += static_cast<double>(moved.host);
   ++decode_steps_;
   decode_ms_ += ms;
   device_ms_ += device_ms;
@@ -62,6 +67,8 @@ void StepLog::finish(bool timed) {
   if (decode_steps_ > 0) {
     s.device_bytes_decode = device_bytes_ / static_cast<double>(decode_steps_);
     s.compression = full_bytes_ / device_bytes_;
+    s.moved_device = moved_device_ / static_cast<double>(decode_steps_);
+    s.moved_host = moved_host_ / static_cast<double>(decode_steps_);
   }
   if (timed && decode_steps_ > 0) s.overhead = 1 - device_ms_ / decode_ms_;
   if (timed) return;

@@ -27,13 +27,17 @@ class StepLog {
   double tokens_per_s() const;
 
  private:
-  void step(double ms, double device_ms, const PartSeconds& parts);
+  struct Moved {
+    std::int64_t device = 0, host = 0;
+  };
+  Moved step(double ms, double device_ms, const PartSeconds& parts);  // bytes that arrived in it
 
   const Engine& engine_;
   results::CellResult& out_;
   std::map<std::pair<int, int>, std::int64_t> moved_;  // (tier, tag) -> bytes moved before the latest step
   std::int64_t fired_ = 0, decode_steps_ = 0, decode_tokens_ = 0;
   double decode_ms_ = 0, device_ms_ = 0, device_bytes_ = 0, full_bytes_ = 0;  // sums over decode steps
+  double moved_device_ = 0, moved_host_ = 0;                                  // likewise
 };
 
 }  // namespace kvlab

@@ -119,6 +119,7 @@ void summarize(const CellInput& in, const Forced& forced, results::CellResult& o
   s.kl = mean_of(out.fidelity.kl);
   s.top1 = mean_of(out.fidelity.top1);
   s.mass = mean_of(out.fidelity.mass);
+  s.page_recall = mean_of(out.fidelity.page_recall);
   if (!in.wants(Metric::latency)) return;
   s.ttft_ms = percentile(ttft, 0.5);
   std::vector<double> tpot;  // answer tokens after each sample's first

@@ -1,0 +1,75 @@
+// A recording: what the full cache computed on some cases, as a sealed HDF5 file. README.md has the layout.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "model/model.hpp"
+#include "result/results.hpp"
+
+namespace kvlab {
+
+inline constexpr int recording_schema = 1;
+inline constexpr std::int64_t all_queries = -1;
+
+struct RecordingHead {
+  results::RunInfo info;  // experiment_yaml is the experiment that was recorded
+  // The model without weights, tokenizer and the widths that only weights have.
+  std::shared_ptr<const Model> model;
+  std::int64_t queries = all_queries;  // of a prompt, the last ones
+};
+
+// One question: a prompt, tokens that are fed after it, and the full cache's answer.
+struct RecordedCase {
+  std::string task;  // its resolved entry, as to_json(TaskSpec) writes it
+  std::int64_t seed = 0;
+  int sample = 0, question = 0;
+  bool shared = false;  // Item::shared
+  std::string sha256;   // Item::sha256
+  std::vector<int> prompt, fed, answer;
+
+  // The answer's last token was never fed.
+  std::int64_t steps() const { return static_cast<std::int64_t>(fed.size() + answer.size()) - 1; }
+  std::int64_t tokens() const { return static_cast<std::int64_t>(prompt.size()) + steps(); }
+  std::int64_t prompt_queries(std::int64_t kept) const {
+    const auto n = static_cast<std::int64_t>(prompt.size());
+    return kept == all_queries || kept > n ? n : kept;
+  }
+};
+
+// The numbers of a case. Queries and keys are rotated by text position.
+struct RecordedLayers {
+  std::vector<float> queries;       // [layer, row, query head, head_dim]: the prompt's last, then those of decode steps
+  std::vector<float> keys, values;  // [layer, token, KV head, head_dim]
+  std::vector<float> prompt_mass;   // [layer, query head, prompt token] summed over the prompt's queries
+};
+
+// Bytes of a case's numbers, before any are deflated.
+std::int64_t case_bytes(const RecordingHead& head, std::int64_t prompt, std::int64_t steps);
+
+// Calls next(i, case, layers) for each of `count` cases, in order, and writes what it fills in. The file appears when
+// all are there. It grows in memory until then. Throws as results::write_sealed does.
+void write_recording(const std::string& path, const RecordingHead& head, std::size_t count,
+                     const std::function<void(std::size_t, RecordedCase&, RecordedLayers&)>& next);
+
+// Reads the head and the cases. Their numbers stay in the file until they are asked for.
+class Recording {
+ public:
+  // Errc::result_file for a file that is cut, changed, of another kind or schema, or that lacks an array or a layer.
+  explicit Recording(const std::string& path);
+  const std::string& path() const { return path_; }
+  const RecordingHead& head() const { return head_; }
+  const std::vector<RecordedCase>& cases() const { return cases_; }
+  RecordedLayers layers(std::size_t number) const;
+  // The numbers of the cases of a task and a seed, in order.
+  std::vector<std::size_t> cases_of(const std::string& task, std::int64_t seed) const;
+
+ private:
+  std::string path_;
+  RecordingHead head_;
+  std::vector<RecordedCase> cases_;
+};
+
+}  // namespace kvlab

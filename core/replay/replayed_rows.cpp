@@ -1,0 +1,41 @@
+#include "replay/replayed_rows.hpp"
+
+#include <fmt/format.h>
+#include <kvlab/error.hpp>
+
+#include <algorithm>
+#include <limits>
+
+namespace kvlab {
+
+void ReplayedRows::use(std::size_t i) {
+  if (i == used_) return;
+  layers_ = recording_->layers(cases_[i]);
+  used_ = i;
+}
+
+void ReplayedRows::read(int layer, std::int64_t first, std::int64_t n, float* queries, float* keys,
+                        float* values) const {
+  const ModelConfig& m = recording_->head().model->config;
+  const RecordedCase& c = of(used_);
+  if (first + n > c.tokens())
+    throw Error(Errc::internal, fmt::format("got text positions up to {}, wanted at most {}, as many as were recorded",
+                                            first + n, c.tokens()));
+  const std::int64_t query = std::int64_t{m.heads} * m.head_dim, key = std::int64_t{m.kv_heads} * m.head_dim;
+  const std::int64_t absent = static_cast<std::int64_t>(c.prompt.size()) - c.prompt_queries(recording_->head().queries);
+  const float* of_queries = layers_.queries.data() + layer * (c.tokens() - absent) * query;
+  const std::int64_t unknown = std::clamp<std::int64_t>(absent - first, 0, n);
+  std::fill_n(queries, unknown * query, std::numeric_limits<float>::quiet_NaN());
+  if (unknown < n)
+    std::copy_n(of_queries + (first + unknown - absent) * query, (n - unknown) * query, queries + unknown * query);
+  const std::int64_t entry = (layer * c.tokens() + first) * key;
+  std::copy_n(layers_.keys.data() + entry, n * key, keys);
+  std::copy_n(layers_.values.data() + entry, n * key, values);
+}
+
+std::span<const float> ReplayedRows::prompt_mass(int layer) const {
+  const auto of_layer = static_cast<std::size_t>(recording_->head().model->config.heads) * of(used_).prompt.size();
+  return std::span(layers_.prompt_mass).subspan(static_cast<std::size_t>(layer) * of_layer, of_layer);
+}
+
+}  // namespace kvlab

@@ -1,0 +1,263 @@
+// Record and replay, from an experiment file to the cells of a result file, beside live runs of the same policies.
+#include "run/replay.hpp"
+
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "replay/recorder.hpp"
+#include "run/record.hpp"
+#include "run/runner.hpp"
+#include "support/cell_fixture.hpp"
+#include "test/model/tiny_files.hpp"
+
+using namespace kvlab;
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr const char* text_task = "text: {prefix: 96, forced: 24, samples: 2}";
+
+// A tiny model on two texts. `layers`: the first so many of its layers; 0 = all.
+struct Case {
+  test::TempDir folder;
+  std::string model, dtype, task;
+
+  explicit Case(const std::string& name = "llama-gqa3", int layers = 0, const std::string& of_dtype = "f32",
+                const std::string& of_task = text_task)
+      : model(test::golden("tiny/" + name).string()), dtype(of_dtype), task(of_task) {
+    if (layers == 0) return;
+    fs::copy(model, folder / "m", fs::copy_options::recursive);
+    model = folder / "m";
+    std::ifstream in(folder / "m/config.json");
+    auto config = nlohmann::json::parse(in);
+    in.close();
+    config["num_hidden_layers"] = layers;
+    std::ofstream(folder / "m/config.json") << config;
+  }
+  std::string path(const std::string& name) const { return folder / name; }
+  std::string head() const {
+    return "model: {path: " + model + ", dtype: " + dtype + "}\ntasks: [" + task + "]\nfidelity: {tokens: 24}\n";
+  }
+  Experiment experiment(const std::string& policies, const std::string& more = {}) const {
+    std::ofstream(path("e.yaml")) << head() << more << "page_size: 8\nmetrics: [fidelity, memory]\npolicies:\n"
+                                  << policies;
+    return load_experiment(path("e.yaml"), {}, test::built_catalog());
+  }
+  Recording record(std::int64_t queries = all_queries) const {
+    REQUIRE(run_record(experiment("  - full\n"), test::built_catalog(),
+                       {"test", path("rec.h5"), std::nullopt, queries, true}) == 0);
+    return Recording(path("rec.h5"));
+  }
+  std::vector<results::CellResult> cells_of(Experiment e, const std::string& out) const {
+    e.output = path(out);
+    static_cast<void>(run_experiment(e, test::built_catalog(), {"test", false, true}));
+    std::vector<results::CellResult> cells;
+    for (const auto& row : results::read_summary(path(out)).rows) {
+      CAPTURE(row.policy, row.error);
+      cells.push_back(results::read_cell(path(out), row.cell));
+    }
+    return cells;
+  }
+  std::vector<results::CellResult> live(const std::string& policies) const {
+    return cells_of(experiment(policies), "live.h5");
+  }
+  Experiment replaying(const Recording& recording, const std::string& policies, const std::string& more = {}) const {
+    std::ofstream(path("p.yaml")) << more << "page_size: 8\npolicies:\n" << policies;
+    return replayed_experiment(recording, path("p.yaml"), {}, test::built_catalog());
+  }
+  std::vector<results::CellResult> replayed(const Recording& recording, const std::string& policies) const {
+    return cells_of(replaying(recording, policies), "replay.h5");
+  }
+};
+
+// Scorers that evict at the prompt's end or in steps, by age, keys, queries or mass; selectors; tiers; codecs; future.
+constexpr const char* policies_of_all_kinds = R"(
+  - full
+  - window: {budget: {tokens: 32}}
+  - streaming_llm: {budget: {tokens: 32}, sinks: 4}
+  - random: {budget: {tokens: 32}}
+  - snapkv: {budget: {tokens: 32}, window: 8}
+  - {name: ada, scorer: snapkv, window: 8, budget: {tokens: 32, split: adakv}}
+  - h2o: {budget: {tokens: 32}}
+  - tova: {budget: {tokens: 32}}
+  - knorm: {budget: {tokens: 32}}
+  - expected_attention: {budget: {tokens: 32}}
+  - oracle_evict: {budget: {tokens: 32}}
+  - quest: {budget: {tokens: 32}, dense_layers: 0}
+  - oracle: {budget: {tokens: 32}}
+  - {name: placed, selector: quest, budget: {tokens: 32}, dense_layers: 0, placement: {tier: host, resident: 48}}
+  - {name: coded, scorer: snapkv, window: 8, budget: {tokens: 32}, codec: int8}
+)";
+
+// The largest difference of numbers [step, layer] of layers below `layers`. A NaN must meet a NaN.
+double apart(const std::vector<float>& a, const std::vector<float>& b, std::int64_t of, std::int64_t layers) {
+  REQUIRE(a.size() == b.size());
+  REQUIRE(!a.empty());
+  double most = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    if (static_cast<std::int64_t>(i) % of >= layers) continue;
+    REQUIRE(std::isnan(a[i]) == std::isnan(b[i]));
+    if (!std::isnan(a[i])) most = std::max(most, std::abs(double{a[i]} - double{b[i]}));
+  }
+  return most;
+}
+
+// Whether both measured the same in the first `layers` layers, to the rounding of f32 sums.
+void check_equal(const std::vector<results::CellResult>& live, const std::vector<results::CellResult>& replayed,
+                 std::int64_t layers) {
+  REQUIRE(live.size() == replayed.size());
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    const results::Fidelity &a = live[i].fidelity, &b = replayed[i].fidelity;
+    CAPTURE(live[i].summary.policy, live[i].summary.error, replayed[i].summary.error);
+    REQUIRE(live[i].summary.status == "ok");
+    REQUIRE(replayed[i].summary.status == "ok");
+    REQUIRE(live[i].summary.policy == replayed[i].summary.policy);
+    CHECK(a.offsets == b.offsets);
+    CHECK(apart(a.mass, b.mass, a.layers, layers) < 1e-5);
+    CHECK(apart(a.page_recall, b.page_recall, a.layers, layers) < 1e-5);
+    CHECK(apart(a.output_error, b.output_error, a.layers, layers) < 1e-4);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("a replay measures what a live run of a model with one layer measures, in every policy") {
+  // The queries, keys and values of the first layer depend on the text alone, whatever a policy does.
+  const Case c("llama-gqa3", 1);
+  const auto live = c.live(policies_of_all_kinds), replayed = c.replayed(c.record(), policies_of_all_kinds);
+  check_equal(live, replayed, 1);
+  std::set<double> masses;
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    CAPTURE(live[i].summary.policy);
+    CHECK(replayed[i].summary.mass == Approx(live[i].summary.mass).margin(1e-6));
+    CHECK(replayed[i].summary.labels.find("replayed") != std::string::npos);
+    CHECK(std::isnan(replayed[i].summary.score));
+    CHECK(std::isnan(replayed[i].summary.kl));
+    masses.insert(replayed[i].summary.mass);
+  }
+  CHECK(masses.size() > live.size() / 2);  // the policies differ, so equality says something
+}
+
+TEST_CASE("in a deeper model a replay equals a live run in the first layer, in either dtype and with a window") {
+  const auto [model, dtype] = GENERATE(table<std::string, std::string>(
+      {{"llama-gqa3", "f32"}, {"llama-gqa3", "bf16"}, {"mistral-window32", "f32"}, {"qwen3", "f32"}}));
+  CAPTURE(model, dtype);
+  const Case c(model, 0, dtype);
+  const std::string policies =
+      "  - full\n  - snapkv: {budget: {tokens: 32}, window: 8}\n  - h2o: {budget: {tokens: 32}}\n"
+      "  - quest: {budget: {tokens: 32}, dense_layers: 0}\n";
+  const auto live = c.live(policies), replayed = c.replayed(c.record(), policies);
+  check_equal(live, replayed, 1);
+  // Later layers of a live run have the policy's errors in their queries. The full cache has none.
+  check_equal({live[0]}, {replayed[0]}, live[0].fidelity.layers);
+  CHECK(replayed[0].summary.mass == Approx(1).margin(1e-6));
+  CHECK(replayed[0].summary.page_recall == 1);
+}
+
+TEST_CASE("a replay turns keys back for policies that keep them by rank") {
+  const Case c("llama-gqa3", 1);
+  const std::string policies =
+      "  - {name: ranks, scorer: streaming_llm, sinks: 4, budget: {tokens: 32}, positions: cache}\n";
+  const auto live = c.live(policies), replayed = c.replayed(c.record(), policies);
+  REQUIRE(replayed[0].summary.status == "ok");
+  // Turning to and fro rounds twice.
+  CHECK(apart(live[0].fidelity.mass, replayed[0].fidelity.mass, 1, 1) < 1e-4);
+  CHECK(apart(live[0].fidelity.output_error, replayed[0].fidelity.output_error, 1, 1) < 1e-3);
+}
+
+TEST_CASE("a replay counts the tokens kept and the bytes held and moved as a live run does") {
+  const Case c("llama-gqa3", 1);
+  const auto live = c.live(policies_of_all_kinds), replayed = c.replayed(c.record(), policies_of_all_kinds);
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    const results::SummaryRow &a = live[i].summary, &b = replayed[i].summary;
+    CAPTURE(a.policy);
+    CHECK(a.device_bytes_decode == b.device_bytes_decode);
+    CHECK(a.device_bytes_peak == b.device_bytes_peak);
+    CHECK(a.host_bytes_peak == b.host_bytes_peak);
+    CHECK(a.moved_device == b.moved_device);
+    CHECK(a.moved_host == b.moved_host);
+    CHECK(a.fired == b.fired);
+  }
+  // 96 tokens of prompt and 23 decode steps: the full cache holds 97 to 119 tokens.
+  CHECK(replayed[0].summary.kept_tokens == Approx(108));
+  CHECK(replayed[1].summary.kept_tokens == Approx(32).margin(8.01));  // window, evicting in pages
+  CHECK(replayed[0].summary.moved_host == 0);
+  // A step brings the full cache one token: K and V of 2 KV heads, 16 numbers each in f32, and its text position.
+  const auto& config = test::tiny_model("llama-gqa3")->config;
+  CHECK(replayed[0].summary.moved_device == config.kv_heads * (2 * config.head_dim * 4 + 4));
+}
+
+TEST_CASE("questions that a run generates answers to are recorded with the full cache's answers") {
+  Case recall("llama-gqa3");
+  recall.model = "bundled/recall";
+  recall.task = "late_question: {context: 256, samples: 1, questions: 2, question: decode}";
+  const std::string policies =
+      "  - full\n  - snapkv: {budget: {tokens: 64}, window: 16}\n  - oracle_evict: {budget: {tokens: 64}}\n";
+  const Recording recording = recall.record();
+  REQUIRE(recording.cases().size() == 2);  // two questions of one context
+  for (const RecordedCase& one : recording.cases()) {
+    CHECK(one.shared);
+    CHECK(!one.fed.empty());
+    CHECK(one.answer.size() <= 24);
+  }
+  CHECK(recording.cases()[0].prompt == recording.cases()[1].prompt);
+  check_equal(recall.live(policies), recall.replayed(recording, policies), 1);
+}
+
+TEST_CASE("replays refuse what a recording lacks before any work") {
+  const Case c;
+  const Recording recording = c.record(16);
+  const auto refused = [&](const std::string& policies, const std::string& more = {}) {
+    return [=, &c, &recording] { static_cast<void>(c.cells_of(c.replaying(recording, policies, more), "x.h5")); };
+  };
+  CHECK_THROWS_WITH(refused("  - snapkv: {budget: {tokens: 32}, window: 24}\n")(),
+                    Catch::Contains("last 24 queries") && Catch::Contains("the 16 of the recording") &&
+                        Catch::Contains("p.yaml"));
+  CHECK_THROWS_WITH(refused("  - full\n", "model: {path: bundled/recall}\n")(),
+                    Catch::Contains("got the model bundled/recall in bf16, wanted none or " + c.model + " in f32"));
+  CHECK_THROWS_WITH(refused("  - full\n", "model: {path: " + c.model + ", dtype: bf16}\n")(),
+                    Catch::Contains("in bf16, wanted none or"));
+  CHECK_THROWS_WITH(refused("  - full\n", "tasks: [text: {prefix: 97, forced: 24, samples: 2}]\n")(),
+                    Catch::Contains("wanted a task of the recording"));
+  CHECK_THROWS_WITH(refused("  - full\n", "seed: 7\n")(), Catch::Contains("text with seed 7"));
+  CHECK_THROWS_WITH(refused("  - full\n", "prefill_chunk: 32\n")(), Catch::Contains("got 'prefill_chunk'"));
+  CHECK_THROWS_WITH(refused("  - full\n", "backend: cuda\n")(), Catch::Contains("replay runs on the CPU"));
+  CHECK_THROWS_WITH(refused("  - nosuch\n")(), Catch::Contains("p.yaml:3"));
+  CHECK(!fs::exists(c.path("x.h5")));
+  c.experiment("  - full\n");
+  CHECK_THROWS_WITH(run_experiment([&] {
+                      Experiment e = c.replaying(recording, "  - full\n");
+                      e.output = recording.path();
+                      return e;
+                    }(), test::built_catalog(), {"test", false, true}),
+                    Catch::Contains("rec.h5"));
+}
+
+TEST_CASE("a policy that reads queries which were not recorded fails and says why") {
+  const Case c;
+  const auto cells = c.replayed(c.record(16), "  - expected_attention: {budget: {tokens: 32}}\n"
+                                              "  - snapkv: {budget: {tokens: 32}, window: 16}\n");
+  CHECK(cells[0].summary.status == "failed");
+  CHECK_THAT(cells[0].summary.error, Catch::Contains("only the last 16 queries"));
+  CHECK(cells[1].summary.status == "ok");
+}
+
+TEST_CASE("a recording's own policies are replayed where no file is given") {
+  const Case c;
+  REQUIRE(run_record(c.experiment("  - snapkv: {budget: {tokens: 32}, window: 8}\n"), test::built_catalog(),
+                     {"test", c.path("rec.h5"), 1, all_queries, true}) == 0);
+  const Recording recording(c.path("rec.h5"));
+  CHECK(recording.cases().size() == 1);  // of two samples
+  const auto cells =
+      c.cells_of(replayed_experiment(recording, "", {"snapkv.window=[8,16]"}, test::built_catalog()), "replay.h5");
+  REQUIRE(cells.size() == 2);
+  for (const auto& cell : cells) {
+    CHECK(cell.summary.policy == "snapkv");
+    CHECK(cell.samples.size() == 1);
+  }
+  CHECK(cells[0].summary.mass != cells[1].summary.mass);
+}
