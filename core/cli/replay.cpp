@@ -24,11 +24,6 @@ void add_record_options(CLI::App* command, RecordOptions& options) {
   command->add_option("-o,--output", options.output, "recording (HDF5)")->required();
   command->add_option("--samples", options.samples, "record the first so many samples of each task and seed")
       ->check(CLI::Range(1, 1 << 20));
-  command
-      ->add_option("--queries", options.queries,
-                   "keep the last so many queries of each prompt, which makes the file smaller; policies that read "
-                   "others cannot be replayed. Without it: all")
-      ->check(CLI::Range(1, 1 << 24));
 }
 
 void add_replay_options(CLI::App* command, ReplayWords& words) {

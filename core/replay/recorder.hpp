@@ -16,16 +16,14 @@ class RecordedCache final : public Policy {
 // Follows one sequence after the other, whole prompts, on the CPU.
 class Recorder final : public EngineObserver {
  public:
-  explicit Recorder(std::int64_t prompt_queries) : queries_(prompt_queries) {}
   void prompt(const PromptLayer& l, const Store& store) override;
   void attended(const DecodeLayer& l, const Store& store) override;
   RecordedLayers take();  // of the sequence so far, and forgets it
 
  private:
   struct Layer {
-    std::vector<float> queries, keys, values, mass;
+    std::vector<float> prompt_queries, step_queries, keys, values, mass;
   };
-  std::int64_t queries_;
   std::vector<Layer> layers_;
 };
 

@@ -43,15 +43,16 @@ std::vector<float> values_of(const std::vector<std::uint16_t>& bits) {
 
 // The extents of a case's arrays.
 struct Extents {
-  Extents(const RecordingHead& head, std::int64_t prompt_queries, std::int64_t prompt, std::int64_t steps) {
+  Extents(const RecordingHead& head, std::int64_t prompt, std::int64_t steps) {
     const ModelConfig& c = head.model->config;
-    queries = {c.layers, prompt_queries + steps, c.heads, c.head_dim};
+    prompt_queries = {c.layers, prompt, c.heads, c.head_dim};
+    step_queries = {c.layers, steps, c.heads, c.head_dim};
     entries = {c.layers, prompt + steps, c.kv_heads, c.head_dim};
     mass = {c.layers, c.heads, prompt};
   }
   Extents(const RecordingHead& head, const RecordedCase& c)
-      : Extents(head, c.prompt_queries(head.queries), static_cast<std::int64_t>(c.prompt.size()), c.steps()) {}
-  std::vector<std::int64_t> queries, entries, mass;
+      : Extents(head, static_cast<std::int64_t>(c.prompt.size()), c.steps()) {}
+  std::vector<std::int64_t> prompt_queries, step_queries, entries, mass;
 };
 
 std::int64_t product(const std::vector<std::int64_t>& extent) {
@@ -69,7 +70,6 @@ void write_head(const h5::File& file, const RecordingHead& head) {
   file.set_attribute(".", "model_fingerprint", model.fingerprint);
   file.set_attribute(".", "dtype", name_of(model.dtype));
   file.set_attribute(".", "synthetic", std::int64_t{model.synthetic});
-  file.set_attribute(".", "prompt_queries", head.queries);
   for (const auto& [name, member] : config_numbers) file.set_attribute(".", name, std::int64_t{model.config.*member});
   file.write("inverse_frequencies", model.inv_freq, {static_cast<std::int64_t>(model.inv_freq.size())}, "rad/token");
 }
@@ -81,17 +81,21 @@ void write_case(const h5::Location& at, const RecordingHead& head, const Recorde
   at.set_attribute(".", "sample", std::int64_t{c.sample});
   at.set_attribute(".", "question", std::int64_t{c.question});
   at.set_attribute(".", "shared", std::int64_t{c.shared});
+  at.set_attribute(".", "max_new", std::int64_t{c.max_new});
   at.set_attribute(".", "prompt_sha256", c.sha256);
   for (const auto& [name, tokens] : {std::pair{"prompt", &c.prompt}, {"fed", &c.fed}, {"answer", &c.answer}})
     at.write(name, std::vector<std::int32_t>(tokens->begin(), tokens->end()),
              {static_cast<std::int64_t>(tokens->size())}, "token id");
-  at.write_blocks("queries", l.queries, extents.queries, "");
-  for (const auto& [name, values] : {std::pair{"keys", &l.keys}, {"values", &l.values}}) {
+  const auto write = [&](const char* name, const std::vector<float>& values, const std::vector<std::int64_t>& extent) {
     if (head.model->dtype == DType::bf16)
-      at.write_blocks(name, bits_of(*values), extents.entries, "bf16 bits");
+      at.write_blocks(name, bits_of(values), extent, "bf16 bits");
     else
-      at.write_blocks(name, *values, extents.entries, "");
-  }
+      at.write_blocks(name, values, extent, "");
+  };
+  write("prompt_queries", l.prompt_queries, extents.prompt_queries);
+  write("keys", l.keys, extents.entries);
+  write("values", l.values, extents.entries);
+  at.write_blocks("step_queries", l.step_queries, extents.step_queries, "");
   at.write_blocks("prompt_mass", l.prompt_mass, extents.mass, "probability");
 }
 
@@ -102,6 +106,7 @@ RecordedCase read_case(const h5::Location& at) {
   c.sample = static_cast<int>(at.integer_attribute(".", "sample"));
   c.question = static_cast<int>(at.integer_attribute(".", "question"));
   c.shared = at.integer_attribute(".", "shared") != 0;
+  c.max_new = static_cast<int>(at.integer_attribute(".", "max_new"));
   c.sha256 = at.text_attribute(".", "prompt_sha256");
   for (const auto& [name, tokens] : {std::pair{"prompt", &c.prompt}, {"fed", &c.fed}, {"answer", &c.answer}}) {
     const std::vector<std::int32_t> ids = at.read_i32(name, 1);
@@ -114,8 +119,9 @@ void want_extents(const h5::Location& at, const RecordingHead& head, const Recor
   if (c.prompt.empty() || c.answer.empty())
     throw Error(Errc::result_file, "got a case without prompt or answer, wanted both", where);
   const Extents wanted(head, c);
-  for (const auto& [name, extent] : {std::pair{"queries", &wanted.queries}, {"keys", &wanted.entries},
-                                     {"values", &wanted.entries}, {"prompt_mass", &wanted.mass}}) {
+  for (const auto& [name, extent] : {std::pair{"prompt_queries", &wanted.prompt_queries}, {"step_queries", &wanted.step_queries},
+                                     {"keys", &wanted.entries}, {"values", &wanted.entries},
+                                     {"prompt_mass", &wanted.mass}}) {
     if (!at.has(name)) throw Error(Errc::result_file, fmt::format("got no array '{}', wanted it", name), where);
     if (const auto got = at.extent(name); got != *extent)
       throw Error(Errc::result_file,
@@ -157,11 +163,10 @@ std::shared_ptr<const Model> read_model(const h5::File& file, const std::string&
 }  // namespace
 
 std::int64_t case_bytes(const RecordingHead& head, std::int64_t prompt, std::int64_t steps) {
-  const std::int64_t kept = head.queries == all_queries ? prompt : std::min(prompt, head.queries);
-  const Extents e(head, kept, prompt, steps);
+  const Extents e(head, prompt, steps);
   constexpr std::int64_t number = sizeof(float);
-  return number * (product(e.queries) + product(e.mass)) +
-         2 * static_cast<std::int64_t>(size_of(head.model->dtype)) * product(e.entries);
+  return number * (product(e.step_queries) + product(e.mass)) +
+         static_cast<std::int64_t>(size_of(head.model->dtype)) * (product(e.prompt_queries) + 2 * product(e.entries));
 }
 
 void write_recording(const std::string& path, const RecordingHead& head, std::size_t count,
@@ -191,7 +196,6 @@ Recording::Recording(const std::string& path) : path_(path) {
                 path);
   head_.info = results::read_info(file);
   head_.model = read_model(file, path);
-  head_.queries = file.integer_attribute(".", "prompt_queries");
   const std::size_t count = file.children("cases").size();
   for (std::size_t i = 0; i < count; ++i) {
     const std::string name = group_of(i);
@@ -206,10 +210,11 @@ RecordedLayers Recording::layers(std::size_t number) const {
   const auto lock = h5::lock();
   const h5::File file = h5::File::open(path_);  // its bytes were checked before
   const h5::Location at = file.group(group_of(number));
-  const auto entries = [&](const char* name) {
+  const auto rows = [&](const char* name) {
     return head_.model->dtype == DType::bf16 ? values_of(at.read_u16(name, 4)) : at.read_f32(name, 4);
   };
-  return {at.read_f32("queries", 4), entries("keys"), entries("values"), at.read_f32("prompt_mass", 3)};
+  return {rows("prompt_queries"), at.read_f32("step_queries", 4), rows("keys"), rows("values"),
+          at.read_f32("prompt_mass", 3)};
 }
 
 std::vector<std::size_t> Recording::cases_of(const std::string& task, std::int64_t seed) const {

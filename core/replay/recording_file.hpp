@@ -12,13 +12,11 @@
 namespace kvlab {
 
 inline constexpr int recording_schema = 1;
-inline constexpr std::int64_t all_queries = -1;
 
 struct RecordingHead {
   results::RunInfo info;  // experiment_yaml is the experiment that was recorded
   // The model without weights, tokenizer and the widths that only weights have.
   std::shared_ptr<const Model> model;
-  std::int64_t queries = all_queries;  // of a prompt, the last ones
 };
 
 // One question: a prompt, tokens that are fed after it, and the full cache's answer.
@@ -27,23 +25,21 @@ struct RecordedCase {
   std::int64_t seed = 0;
   int sample = 0, question = 0;
   bool shared = false;  // Item::shared
+  int max_new = 0;      // Item::max_new
   std::string sha256;   // Item::sha256
   std::vector<int> prompt, fed, answer;
 
   // The answer's last token was never fed.
   std::int64_t steps() const { return static_cast<std::int64_t>(fed.size() + answer.size()) - 1; }
   std::int64_t tokens() const { return static_cast<std::int64_t>(prompt.size()) + steps(); }
-  std::int64_t prompt_queries(std::int64_t kept) const {
-    const auto n = static_cast<std::int64_t>(prompt.size());
-    return kept == all_queries || kept > n ? n : kept;
-  }
 };
 
 // The numbers of a case. Queries and keys are rotated by text position.
 struct RecordedLayers {
-  std::vector<float> queries;       // [layer, row, query head, head_dim]: the prompt's last, then those of decode steps
-  std::vector<float> keys, values;  // [layer, token, KV head, head_dim]
-  std::vector<float> prompt_mass;   // [layer, query head, prompt token] summed over the prompt's queries
+  std::vector<float> prompt_queries;  // [layer, prompt token, query head, head_dim], in the file in the model's dtype
+  std::vector<float> step_queries;    // [layer, decode step, query head, head_dim], in the file in f32
+  std::vector<float> keys, values;    // [layer, token, KV head, head_dim], in the file in the model's dtype
+  std::vector<float> prompt_mass;     // [layer, query head, prompt token] summed over the prompt's queries
 };
 
 // Bytes of a case's numbers, before any are deflated.

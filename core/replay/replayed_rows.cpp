@@ -4,7 +4,6 @@
 #include <kvlab/error.hpp>
 
 #include <algorithm>
-#include <limits>
 
 namespace kvlab {
 
@@ -22,12 +21,13 @@ void ReplayedRows::read(int layer, std::int64_t first, std::int64_t n, float* qu
     throw Error(Errc::internal, fmt::format("got text positions up to {}, wanted at most {}, as many as were recorded",
                                             first + n, c.tokens()));
   const std::int64_t query = std::int64_t{m.heads} * m.head_dim, key = std::int64_t{m.kv_heads} * m.head_dim;
-  const std::int64_t absent = static_cast<std::int64_t>(c.prompt.size()) - c.prompt_queries(recording_->head().queries);
-  const float* of_queries = layers_.queries.data() + layer * (c.tokens() - absent) * query;
-  const std::int64_t unknown = std::clamp<std::int64_t>(absent - first, 0, n);
-  std::fill_n(queries, unknown * query, std::numeric_limits<float>::quiet_NaN());
-  if (unknown < n)
-    std::copy_n(of_queries + (first + unknown - absent) * query, (n - unknown) * query, queries + unknown * query);
+  const auto prompt = static_cast<std::int64_t>(c.prompt.size());
+  const std::int64_t of_prompt = std::clamp<std::int64_t>(prompt - first, 0, n);
+  if (of_prompt > 0)
+    std::copy_n(layers_.prompt_queries.data() + (layer * prompt + first) * query, of_prompt * query, queries);
+  if (of_prompt < n)
+    std::copy_n(layers_.step_queries.data() + (layer * c.steps() + first + of_prompt - prompt) * query,
+                (n - of_prompt) * query, queries + of_prompt * query);
   const std::int64_t entry = (layer * c.tokens() + first) * key;
   std::copy_n(layers_.keys.data() + entry, n * key, keys);
   std::copy_n(layers_.values.data() + entry, n * key, values);

@@ -65,8 +65,8 @@ struct SummaryRow {
   std::string warnings;            // said while the cell ran, one per line (result/warnings.hpp)
   double page_recall = not_measured;   // share, 0 to 1: mean of the cell's fidelity/page_recall
   double kept_tokens = not_measured;   // per KV head, mean over decode steps; of a replay
-  double moved_device = not_measured;  // mean bytes that arrive on the device in a decode step, new tokens included
-  double moved_host = not_measured;    // the same of the host
+  double moved_device = not_measured;  // mean bytes that a decode step brings to the device from the host
+  double moved_host = not_measured;    // the same to the host from the device
   std::int64_t nonfinite = 0;      // NaN and infinite numbers in the call that ended a failed cell
   // The fields below describe the timed part of a timed cell.
   double load = not_measured;             // the machine's load average over a minute, at its end

@@ -37,7 +37,6 @@ void check_cell(const CellInput& given) {
                 "got a workload for '" + in.policy().name +
                     "', wanted none: it looks at a run of the full cache on the same prompts, one by one");
   in.full_runs = full_runs_for(in, needs);
-  if (in.rows) check_replay(in, needs);
   Engine::check(*in.model, *cell_policy(in), engine_options(in, 1));
   try {
     limited_options(in, 1);

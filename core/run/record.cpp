@@ -72,8 +72,7 @@ void want_room_for(std::int64_t bytes, const std::string& out) {
   const bool few = memory < bytes;
   if (!few && (disk < 0 || disk >= bytes)) return;
   throw Error(Errc::config,
-              fmt::format("got {} of free {}, wanted {}, which the recording may take: --samples records fewer, "
-                          "--queries N keeps fewer of a prompt's queries",
+              fmt::format("got {} of free {}, wanted {}, which the recording may take: --samples records fewer",
                           megabytes(few ? memory : disk), few ? "memory" : "disk", megabytes(bytes)),
               out);
 }
@@ -118,7 +117,7 @@ int run_record(const Experiment& given, const PluginCatalog& catalog, const Reco
   const auto checkpoint = open_model(spec.path, spec.adapter, e.folder);
   const auto outline = model_outline(*checkpoint, spec.dtype, spec.name());
   const std::vector<ToRecord> questions = questions_of(e, catalog, *outline, options);
-  RecordingHead head{run_info(e, options.command), outline, options.queries};
+  RecordingHead head{run_info(e, options.command), outline};
   const std::int64_t bytes = most_bytes(head, questions, e);
   if (!options.quiet)
     fmt::print("{} {} of the full cache: at most {} in {}\n", questions.size(),
@@ -133,7 +132,7 @@ int run_record(const Experiment& given, const PluginCatalog& catalog, const Reco
   for (const ToRecord& q : questions) o.max_tokens = std::max(o.max_tokens, q.item.most_tokens());
   o.page_size = e.page_size;
   Engine engine(model, std::make_shared<RecordedCache>(), o);
-  Recorder recorder(options.queries);
+  Recorder recorder;
   engine.observe(&recorder);
   Progress progress(static_cast<int>(questions.size()));
   try {
@@ -141,8 +140,9 @@ int run_record(const Experiment& given, const PluginCatalog& catalog, const Reco
       const ToRecord& q = questions[i];
       const Item& item = q.item;
       progress.begin(fmt::format("{} sample {}", task_label(*q.task), item.sample));
-      c = {to_json(*q.task).dump(), q.seed,      item.sample, item.question, item.shared,
-           item.sha256,             item.prompt, item.fed,    {}};
+      c.task = to_json(*q.task).dump(), c.seed = q.seed;
+      c.sample = item.sample, c.question = item.question, c.shared = item.shared, c.max_new = item.max_new;
+      c.sha256 = item.sha256, c.prompt = item.prompt, c.fed = item.fed;
       c.answer = answered(engine, item, most_answer(item, e));
       layers = recorder.take();
       progress.end("ok");

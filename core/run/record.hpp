@@ -10,8 +10,7 @@ namespace kvlab {
 
 struct RecordOptions {
   std::string command, output;
-  std::optional<int> samples;          // of each task and seed, the first ones; nothing = all
-  std::int64_t queries = all_queries;  // of a prompt, the last ones
+  std::optional<int> samples;  // of each task and seed, the first ones; nothing = all
   bool quiet = false;
 };
 

@@ -22,8 +22,6 @@ void check_model(const Experiment& experiment, const Recording& recording);
 TaskItems recorded_items(const Recording& recording, const TaskSpec& task, std::int64_t seed);
 std::shared_ptr<ReplayedRows> replayed_rows(std::shared_ptr<const Recording> recording, const TaskSpec& task,
                                             std::int64_t seed);
-// Errc::config for a policy that needs what the cell's recording lacks.
-void check_replay(const CellInput& in, const Needs& needs);
 
 // The cell's result: mass, page recall and output error as fidelity measures them, the ledger, and the tokens kept. Each
 // step has the full cache's queries, keys and values.

@@ -1,8 +1,10 @@
 // Record and replay, from an experiment file to the cells of a result file, beside live runs of the same policies.
 #include "run/replay.hpp"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -21,6 +23,33 @@ namespace {
 
 constexpr const char* text_task = "text: {prefix: 96, forced: 24, samples: 2}";
 
+std::string bytes_of(const fs::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+// Takes the tensors of later layers out of a safetensors file: length of the header, header (JSON), numbers.
+void keep_layers(const fs::path& path, int layers) {
+  const std::string bytes = bytes_of(path);
+  std::uint64_t length = 0;
+  std::memcpy(&length, bytes.data(), sizeof length);
+  const auto header = nlohmann::json::parse(bytes.substr(8, length));
+  nlohmann::json kept;
+  std::string numbers;
+  for (const auto& [name, tensor] : header.items()) {
+    constexpr std::string_view of_layer = "model.layers.";
+    if (name.starts_with(of_layer) && std::stoi(name.substr(of_layer.size())) >= layers) continue;
+    kept[name] = tensor;
+    if (!tensor.contains("data_offsets")) continue;
+    const std::size_t begin = tensor["data_offsets"][0], end = tensor["data_offsets"][1];
+    kept[name]["data_offsets"] = {numbers.size(), numbers.size() + end - begin};
+    numbers += bytes.substr(8 + length + begin, end - begin);
+  }
+  const std::string text = kept.dump();
+  length = text.size();
+  std::ofstream(path, std::ios::binary) << std::string(reinterpret_cast<const char*>(&length), 8) << text << numbers;
+}
+
 // A tiny model on two texts. `layers`: the first so many of its layers; 0 = all.
 struct Case {
   test::TempDir folder;
@@ -32,11 +61,10 @@ struct Case {
     if (layers == 0) return;
     fs::copy(model, folder / "m", fs::copy_options::recursive);
     model = folder / "m";
-    std::ifstream in(folder / "m/config.json");
-    auto config = nlohmann::json::parse(in);
-    in.close();
+    auto config = nlohmann::json::parse(bytes_of(folder / "m/config.json"));
     config["num_hidden_layers"] = layers;
     std::ofstream(folder / "m/config.json") << config;
+    keep_layers(folder / "m/model.safetensors", layers);
   }
   std::string path(const std::string& name) const { return folder / name; }
   std::string head() const {
@@ -47,9 +75,9 @@ struct Case {
                                   << policies;
     return load_experiment(path("e.yaml"), {}, test::built_catalog());
   }
-  Recording record(std::int64_t queries = all_queries) const {
+  Recording record() const {
     REQUIRE(run_record(experiment("  - full\n"), test::built_catalog(),
-                       {"test", path("rec.h5"), std::nullopt, queries, true}) == 0);
+                       {"test", path("rec.h5"), std::nullopt, true}) == 0);
     return Recording(path("rec.h5"));
   }
   std::vector<results::CellResult> cells_of(Experiment e, const std::string& out) const {
@@ -161,7 +189,7 @@ TEST_CASE("in a deeper model a replay equals a live run in the first layer, in e
 TEST_CASE("a replay turns keys back for policies that keep them by rank") {
   const Case c("llama-gqa3", 1);
   const std::string policies =
-      "  - {name: ranks, scorer: streaming_llm, sinks: 4, budget: {tokens: 32}, positions: cache}\n";
+      "  - {name: ranks, scorer: streaming_llm, sinks: 4, budget: {tokens: 32}, rope: cache_relative}\n";
   const auto live = c.live(policies), replayed = c.replayed(c.record(), policies);
   REQUIRE(replayed[0].summary.status == "ok");
   // Turning to and fro rounds twice.
@@ -185,38 +213,35 @@ TEST_CASE("a replay counts the tokens kept and the bytes held and moved as a liv
   // 96 tokens of prompt and 23 decode steps: the full cache holds 97 to 119 tokens.
   CHECK(replayed[0].summary.kept_tokens == Approx(108));
   CHECK(replayed[1].summary.kept_tokens == Approx(32).margin(8.01));  // window, evicting in pages
-  CHECK(replayed[0].summary.moved_host == 0);
-  // A step brings the full cache one token: K and V of 2 KV heads, 16 numbers each in f32, and its text position.
-  const auto& config = test::tiny_model("llama-gqa3")->config;
-  CHECK(replayed[0].summary.moved_device == config.kv_heads * (2 * config.head_dim * 4 + 4));
+  CHECK(replayed[0].summary.moved_device + replayed[0].summary.moved_host == 0);
+  const auto placed = std::find_if(replayed.begin(), replayed.end(),
+                                   [](const auto& cell) { return cell.summary.policy == "placed"; });
+  REQUIRE(placed != replayed.end());
+  CHECK(placed->summary.moved_device > 0);
 }
 
 TEST_CASE("questions that a run generates answers to are recorded with the full cache's answers") {
-  Case recall("llama-gqa3");
+  Case recall;
   recall.model = "bundled/recall";
-  recall.task = "late_question: {context: 256, samples: 1, questions: 2, question: decode}";
+  recall.task = "niah: {context: 320, samples: 2, question: decode, max_new_tokens: 8}";
   const std::string policies =
       "  - full\n  - snapkv: {budget: {tokens: 64}, window: 16}\n  - oracle_evict: {budget: {tokens: 64}}\n";
   const Recording recording = recall.record();
-  REQUIRE(recording.cases().size() == 2);  // two questions of one context
+  REQUIRE(recording.cases().size() == 2);
   for (const RecordedCase& one : recording.cases()) {
-    CHECK(one.shared);
     CHECK(!one.fed.empty());
-    CHECK(one.answer.size() <= 24);
+    CHECK(!one.answer.empty());
+    CHECK(one.answer.size() <= 8);
   }
-  CHECK(recording.cases()[0].prompt == recording.cases()[1].prompt);
   check_equal(recall.live(policies), recall.replayed(recording, policies), 1);
 }
 
 TEST_CASE("replays refuse what a recording lacks before any work") {
   const Case c;
-  const Recording recording = c.record(16);
+  const Recording recording = c.record();
   const auto refused = [&](const std::string& policies, const std::string& more = {}) {
     return [=, &c, &recording] { static_cast<void>(c.cells_of(c.replaying(recording, policies, more), "x.h5")); };
   };
-  CHECK_THROWS_WITH(refused("  - snapkv: {budget: {tokens: 32}, window: 24}\n")(),
-                    Catch::Contains("last 24 queries") && Catch::Contains("the 16 of the recording") &&
-                        Catch::Contains("p.yaml"));
   CHECK_THROWS_WITH(refused("  - full\n", "model: {path: bundled/recall}\n")(),
                     Catch::Contains("got the model bundled/recall in bf16, wanted none or " + c.model + " in f32"));
   CHECK_THROWS_WITH(refused("  - full\n", "model: {path: " + c.model + ", dtype: bf16}\n")(),
@@ -237,19 +262,10 @@ TEST_CASE("replays refuse what a recording lacks before any work") {
                     Catch::Contains("rec.h5"));
 }
 
-TEST_CASE("a policy that reads queries which were not recorded fails and says why") {
-  const Case c;
-  const auto cells = c.replayed(c.record(16), "  - expected_attention: {budget: {tokens: 32}}\n"
-                                              "  - snapkv: {budget: {tokens: 32}, window: 16}\n");
-  CHECK(cells[0].summary.status == "failed");
-  CHECK_THAT(cells[0].summary.error, Catch::Contains("only the last 16 queries"));
-  CHECK(cells[1].summary.status == "ok");
-}
-
 TEST_CASE("a recording's own policies are replayed where no file is given") {
   const Case c;
   REQUIRE(run_record(c.experiment("  - snapkv: {budget: {tokens: 32}, window: 8}\n"), test::built_catalog(),
-                     {"test", c.path("rec.h5"), 1, all_queries, true}) == 0);
+                     {"test", c.path("rec.h5"), 1, true}) == 0);
   const Recording recording(c.path("rec.h5"));
   CHECK(recording.cases().size() == 1);  // of two samples
   const auto cells =
