@@ -23,8 +23,10 @@ inline constexpr const char* replay_examples =
     "kvlab replay results/exp.rec.h5                                the policies of the recorded experiment\n"
     "kvlab replay results/exp.rec.h5 policies.yaml --jobs 2         those of another file, which needs no model\n"
     "kvlab replay results/exp.rec.h5 --set 'POLICY.window=[8,16,32]'\n\n"
-    "Each policy gets the recorded prompts and steps: the same store, engine and policy as in `kvlab run`, but the full\n"
-    "cache's queries, keys and values in place of the model. It measures what a step read of the full attention (mass),\n"
+    "Each policy gets the recorded prompts and steps: the same store, engine and policy as in `kvlab run`, but the "
+    "full\n"
+    "cache's queries, keys and values in place of the model. It measures what a step read of the full attention "
+    "(mass),\n"
     "how many of the best pages it read (page recall), tokens kept, bytes held and bytes moved. It measures neither\n"
     "scores nor KL: no text is generated, and an error of one layer does not reach the next. The result is a result\n"
     "file: `kvlab report` reads it.";

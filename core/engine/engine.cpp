@@ -80,8 +80,9 @@ void check_needs(const Model& model, const Policy& policy, const EngineOptions& 
     throw Error(Errc::config, "got prefill_chunk " + std::to_string(o.prefill_chunk) +
                                   " with a policy that needs whole prompts, wanted prefill_chunk: 0");
   if (o.rows && (o.slots != 1 || o.prefill_chunk > 0 || o.device != Device::cpu))
-    throw Error(Errc::config, "got several slots, prompt chunks or a GPU for a recording, wanted one slot, whole prompts "
-                              "and backend: cpu");
+    throw Error(Errc::config,
+                "got several slots, prompt chunks or a GPU for a recording, wanted one slot, whole prompts "
+                "and backend: cpu");
   if (needs.own_amount() && o.budget.kind != BudgetAmount::unlimited)
     throw Error(Errc::config, "got a budget for a policy that decides by itself how much it keeps, wanted none");
   if (needs.future_mass() && !o.recorded)

@@ -37,8 +37,8 @@ struct EngineOptions {
   const RecordedMass* recorded = nullptr;  // for a policy that needs future mass; borrowed
   // Of a recording, in place of the model's, which may be an outline; borrowed. One slot, whole prompts, no logits.
   const RecordedRows* rows = nullptr;
-  int layers_beside = 8;                   // whose observe shares launches beside the step; tests take fewer
-  bool protect_host = false;               // tests: the host tier is unreadable while attention runs
+  int layers_beside = 8;      // whose observe shares launches beside the step; tests take fewer
+  bool protect_host = false;  // tests: the host tier is unreadable while attention runs
 };
 
 // Measures what passes through the engine. Arguments are borrowed for the call. They are host memory, but where

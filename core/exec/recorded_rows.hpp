@@ -9,7 +9,8 @@ class RecordedRows {
  public:
   virtual ~RecordedRows() = default;
   // Copies the rows of text positions [first, first + n) of a layer: queries [n, query head, head_dim], keys and values
-  // [n, KV head, head_dim]. Queries and keys are rotated by text position. Throws Errc::internal for rows that the recording lacks.
+  // [n, KV head, head_dim]. Queries and keys are rotated by text position. Throws Errc::internal for rows that the
+  // recording lacks.
   virtual void read(int layer, std::int64_t first, std::int64_t n, float* queries, float* keys,
                     float* values) const = 0;
   // [query head, prompt token] attention mass of the prompt, summed over its queries.

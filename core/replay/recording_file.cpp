@@ -18,9 +18,12 @@ std::string group_of(std::size_t number) { return fmt::format("cases/{:06}", num
 
 // The numbers of the configuration that replay needs.
 constexpr std::pair<const char*, int ModelConfig::*> config_numbers[] = {
-    {"layers", &ModelConfig::layers},     {"query_heads", &ModelConfig::heads},
-    {"kv_heads", &ModelConfig::kv_heads}, {"head_dim", &ModelConfig::head_dim},
-    {"vocab", &ModelConfig::vocab},       {"context", &ModelConfig::context},
+    {"layers", &ModelConfig::layers},
+    {"query_heads", &ModelConfig::heads},
+    {"kv_heads", &ModelConfig::kv_heads},
+    {"head_dim", &ModelConfig::head_dim},
+    {"vocab", &ModelConfig::vocab},
+    {"context", &ModelConfig::context},
     {"sliding_window", &ModelConfig::sliding_window}};
 
 std::vector<std::uint16_t> bits_of(const std::vector<float>& values) {
@@ -119,8 +122,10 @@ void want_extents(const h5::Location& at, const RecordingHead& head, const Recor
   if (c.prompt.empty() || c.answer.empty())
     throw Error(Errc::result_file, "got a case without prompt or answer, wanted both", where);
   const Extents wanted(head, c);
-  for (const auto& [name, extent] : {std::pair{"prompt_queries", &wanted.prompt_queries}, {"step_queries", &wanted.step_queries},
-                                     {"keys", &wanted.entries}, {"values", &wanted.entries},
+  for (const auto& [name, extent] : {std::pair{"prompt_queries", &wanted.prompt_queries},
+                                     {"step_queries", &wanted.step_queries},
+                                     {"keys", &wanted.entries},
+                                     {"values", &wanted.entries},
                                      {"prompt_mass", &wanted.mass}}) {
     if (!at.has(name)) throw Error(Errc::result_file, fmt::format("got no array '{}', wanted it", name), where);
     if (const auto got = at.extent(name); got != *extent)

@@ -34,8 +34,8 @@ void Location::write_array(const std::string& name, const std::vector<T>& values
     throw Error(Errc::internal, "got " + std::to_string(values.size()) + " values, wanted " + std::to_string(count),
                 file_ + ": " + name);
   const Handle space = simple_space(shape, file_, name);
-  put_dataset(handle_.get(), name, file_type, memory_type, space.get(), values.empty() ? nullptr : values.data(),
-              file_, layout);
+  put_dataset(handle_.get(), name, file_type, memory_type, space.get(), values.empty() ? nullptr : values.data(), file_,
+              layout);
   set_attribute(name, "units", unit);
 }
 

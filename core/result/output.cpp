@@ -81,7 +81,8 @@ void check_kind(const h5::File& file, OutputKind kind, const std::string& out_pa
         out_path);
   }
   const fs::path path = out_path;
-  if (there == OutputKind::results && path.parent_path().extension() == ".parts" && file.has("cells/" + path.stem().string()))
+  if (there == OutputKind::results && path.parent_path().extension() == ".parts" &&
+      file.has("cells/" + path.stem().string()))
     refuse("got a finished cell of another output, wanted a new name: it would be overwritten", out_path);
 }
 

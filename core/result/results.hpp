@@ -60,14 +60,14 @@ struct SummaryRow {
   std::string workload;  // empty without one; with one, tokens_per_s is of the whole time
   double ttft_ms_p95 = not_measured, queue_ms_p50 = not_measured;
   std::int64_t preemptions = -1;
-  std::int64_t pauses = -1;        // Served::pauses of all requests
-  double overhead = not_measured;  // share of decode steps' time in which the GPU's kernels did not run
-  std::string warnings;            // said while the cell ran, one per line (result/warnings.hpp)
+  std::int64_t pauses = -1;            // Served::pauses of all requests
+  double overhead = not_measured;      // share of decode steps' time in which the GPU's kernels did not run
+  std::string warnings;                // said while the cell ran, one per line (result/warnings.hpp)
   double page_recall = not_measured;   // share, 0 to 1: mean of the cell's fidelity/page_recall
   double kept_tokens = not_measured;   // per KV head, mean over decode steps; of a replay
   double moved_device = not_measured;  // mean bytes that a decode step brings to the device from the host
   double moved_host = not_measured;    // the same to the host from the device
-  std::int64_t nonfinite = 0;      // NaN and infinite numbers in the call that ended a failed cell
+  std::int64_t nonfinite = 0;          // NaN and infinite numbers in the call that ended a failed cell
   // The fields below describe the timed part of a timed cell.
   double load = not_measured;             // the machine's load average over a minute, at its end
   double other_cores = not_measured;      // mean number of our cores that other processes used

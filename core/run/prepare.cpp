@@ -124,9 +124,8 @@ void Preparation::check(const Cell& c) {
   if (tried_.insert(key).second)
     attempt(e_.tasks[c.task].where, [&] {
       const log::Timed timed("prompts of " + task_label(e_.tasks[c.task]));
-      p_.items[key] = p_.recording
-                          ? recorded_items(*p_.recording, e_.tasks[c.task], c.seed)
-                          : make_items(e_.tasks[c.task], catalog_, model.tokenizer, model.config, e_, c.seed);
+      p_.items[key] = p_.recording ? recorded_items(*p_.recording, e_.tasks[c.task], c.seed)
+                                   : make_items(e_.tasks[c.task], catalog_, model.tokenizer, model.config, e_, c.seed);
     });
   const PolicySpec& policy = e_.policies[c.policy];
   const bool has_items = p_.items.count(key) != 0;

@@ -102,8 +102,8 @@ class Replay {
                                                         rows.nonfinite, rows.layer),
                                             fmt::format("sample {}, answer token {}", number, t)));
     results::Fidelity& f = out_.fidelity;
-    for (const auto& [from, to] : {std::pair{&rows.mass, &f.mass}, {&rows.page_recall, &f.page_recall},
-                                   {&rows.output_error, &f.output_error}}) {
+    for (const auto& [from, to] :
+         {std::pair{&rows.mass, &f.mass}, {&rows.page_recall, &f.page_recall}, {&rows.output_error, &f.output_error}}) {
       if (from->empty())
         to->insert(to->end(), static_cast<std::size_t>(f.layers), std::nanf(""));
       else

@@ -12,7 +12,8 @@
 namespace kvlab {
 
 // The experiment that replays it. file: an experiment file, "" = the one that was recorded. It takes the model, the
-// tasks and the seeds that the file does not name from the recording. Errc::config for keys that ask for a model's work.
+// tasks and the seeds that the file does not name from the recording. Errc::config for keys that ask for a model's
+// work.
 Experiment replayed_experiment(const Recording& recording, const std::string& file,
                                const std::vector<std::string>& sets, const PluginCatalog& catalog);
 
@@ -23,8 +24,8 @@ TaskItems recorded_items(const Recording& recording, const TaskSpec& task, std::
 std::shared_ptr<ReplayedRows> replayed_rows(std::shared_ptr<const Recording> recording, const TaskSpec& task,
                                             std::int64_t seed);
 
-// The cell's result: mass, page recall and output error as fidelity measures them, the ledger, and the tokens kept. Each
-// step has the full cache's queries, keys and values.
+// The cell's result: mass, page recall and output error as fidelity measures them, the ledger, and the tokens kept.
+// Each step has the full cache's queries, keys and values.
 results::CellResult replay(const CellInput& in);
 
 }  // namespace kvlab

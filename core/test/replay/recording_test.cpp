@@ -1,6 +1,7 @@
 // The file of a recording: what it holds, and what is refused.
 #include "replay/recording_file.hpp"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <filesystem>
@@ -9,6 +10,8 @@
 #include "replay/recorder.hpp"
 #include "replay/replayed_rows.hpp"
 #include "result/cell_file.hpp"
+#include "result/output.hpp"
+#include "result/profile_file.hpp"
 #include "result/sealed.hpp"
 #include "support/contract.hpp"
 #include "test/model/tiny_files.hpp"
@@ -88,8 +91,8 @@ void rewrite(const std::string& path, const std::string& to, int schema, const s
     results::write_info(file, results::read_info(from));
     for (const char* text : {"kind", "model", "model_fingerprint", "dtype"})
       file.set_attribute(".", text, from.text_attribute(".", text));
-    for (const char* number : {"synthetic", "layers", "query_heads", "kv_heads", "head_dim", "vocab",
-                               "context", "sliding_window"})
+    for (const char* number :
+         {"synthetic", "layers", "query_heads", "kv_heads", "head_dim", "vocab", "context", "sliding_window"})
       file.set_attribute(".", number, from.integer_attribute(".", number));
     file.set_attribute(".", "recording_schema", std::int64_t{schema});
     from.copy_to("inverse_frequencies", file, "inverse_frequencies");
@@ -147,7 +150,8 @@ TEST_CASE("a recording gives back every query, key and value that attention saw"
         for (int h = 0; h < m.heads; ++h)
           for (int d = 0; d < m.head_dim; ++d, ++i)
             // Attention of a step takes the query in f32.
-            wrong += q[i] != (t < Both::prompt_tokens ? stored(both.query(layer, t, h, d)) : both.query(layer, t, h, d));
+            wrong +=
+                q[i] != (t < Both::prompt_tokens ? stored(both.query(layer, t, h, d)) : both.query(layer, t, h, d));
       i = 0;
       for (int t = first; t < first + n; ++t)
         for (int h = 0; h < m.kv_heads; ++h)
@@ -202,6 +206,36 @@ TEST_CASE("a recording takes no more bytes than it says") {
     constexpr std::int64_t layout = 64 * 1024;  // HDF5's own, of a file however small
     CHECK(static_cast<std::int64_t>(fs::file_size(folder / "r.h5")) < wanted + layout);
   }
+}
+
+TEST_CASE("a recording of equal numbers, which deflate to almost nothing, can be read") {
+  Both both(DType::bf16);
+  std::fill(both.layers.keys.begin(), both.layers.keys.end(), 1.5f);
+  std::fill(both.layers.values.begin(), both.layers.values.end(), 0.f);
+  std::fill(both.layers.prompt_queries.begin(), both.layers.prompt_queries.end(), -2.f);
+  const test::TempDir folder;
+  both.write(folder / "r.h5");
+  const RecordedLayers read = Recording(folder / "r.h5").layers(0);
+  CHECK(read.keys == both.layers.keys);
+  CHECK(read.values == both.layers.values);
+  CHECK(read.prompt_queries == both.layers.prompt_queries);
+  CHECK(read.step_queries == both.layers.step_queries);
+}
+
+TEST_CASE("no run, profile or recording overwrites a file of another kind") {
+  const Both both;
+  const test::TempDir folder;
+  const std::string path = folder / "r.h5";
+  both.write(path);
+  using results::OutputKind;
+  CHECK_NOTHROW(results::check_output(path, OutputKind::recording));
+  CHECK_THROWS_WITH(results::check_output(path), Catch::Contains("got a recording as the output of a run"));
+  CHECK_THROWS_WITH(results::check_output(path, OutputKind::profile),
+                    Catch::Contains("got a recording as the output of a profile"));
+  results::write_profile(folder / "p.h5", {}, {});
+  CHECK_THROWS_WITH(results::check_output(folder / "p.h5", OutputKind::recording),
+                    Catch::Contains("got a result file as the output of a recording") ||
+                        Catch::Contains("got a profile file as the output of a recording"));
 }
 
 TEST_CASE("recordings that are cut, changed, of another kind or schema, or incomplete are refused") {

@@ -76,8 +76,8 @@ struct Case {
     return load_experiment(path("e.yaml"), {}, test::built_catalog());
   }
   Recording record() const {
-    REQUIRE(run_record(experiment("  - full\n"), test::built_catalog(),
-                       {"test", path("rec.h5"), std::nullopt, true}) == 0);
+    REQUIRE(run_record(experiment("  - full\n"), test::built_catalog(), {"test", path("rec.h5"), std::nullopt, true}) ==
+            0);
     return Recording(path("rec.h5"));
   }
   std::vector<results::CellResult> cells_of(Experiment e, const std::string& out) const {
@@ -214,8 +214,8 @@ TEST_CASE("a replay counts the tokens kept and the bytes held and moved as a liv
   CHECK(replayed[0].summary.kept_tokens == Approx(108));
   CHECK(replayed[1].summary.kept_tokens == Approx(32).margin(8.01));  // window, evicting in pages
   CHECK(replayed[0].summary.moved_device + replayed[0].summary.moved_host == 0);
-  const auto placed = std::find_if(replayed.begin(), replayed.end(),
-                                   [](const auto& cell) { return cell.summary.policy == "placed"; });
+  const auto placed =
+      std::find_if(replayed.begin(), replayed.end(), [](const auto& cell) { return cell.summary.policy == "placed"; });
   REQUIRE(placed != replayed.end());
   CHECK(placed->summary.moved_device > 0);
 }
@@ -223,7 +223,7 @@ TEST_CASE("a replay counts the tokens kept and the bytes held and moved as a liv
 TEST_CASE("questions that a run generates answers to are recorded with the full cache's answers") {
   Case recall;
   recall.model = "bundled/recall";
-  recall.task = "niah: {context: 320, samples: 2, question: decode, max_new_tokens: 8}";
+  recall.task = "niah: {context: 320, depth: 2, samples: 1, question: decode, max_new_tokens: 8}";
   const std::string policies =
       "  - full\n  - snapkv: {budget: {tokens: 64}, window: 16}\n  - oracle_evict: {budget: {tokens: 64}}\n";
   const Recording recording = recall.record();
@@ -254,11 +254,13 @@ TEST_CASE("replays refuse what a recording lacks before any work") {
   CHECK_THROWS_WITH(refused("  - nosuch\n")(), Catch::Contains("p.yaml:3"));
   CHECK(!fs::exists(c.path("x.h5")));
   c.experiment("  - full\n");
-  CHECK_THROWS_WITH(run_experiment([&] {
-                      Experiment e = c.replaying(recording, "  - full\n");
-                      e.output = recording.path();
-                      return e;
-                    }(), test::built_catalog(), {"test", false, true}),
+  CHECK_THROWS_WITH(run_experiment(
+                        [&] {
+                          Experiment e = c.replaying(recording, "  - full\n");
+                          e.output = recording.path();
+                          return e;
+                        }(),
+                        test::built_catalog(), {"test", false, true}),
                     Catch::Contains("rec.h5"));
 }
 
