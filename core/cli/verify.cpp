@@ -89,7 +89,12 @@ int verify(const VerifyOptions& options) {
   name_callback_at_end();
   if (results::is_profile(options.file))
     throw Error(Errc::result_file, "got a profile file, wanted a result file", options.file);
-  const results::RunInfo info = results::read_summary(options.file).info;
+  const results::Summary summary = results::read_summary(options.file);
+  const results::RunInfo& info = summary.info;
+  if (std::any_of(summary.rows.begin(), summary.rows.end(),
+                  [](const results::SummaryRow& row) { return row.labels.find("replayed") != std::string::npos; }))
+    throw Error(Errc::config, "got the result of a replay, wanted that of a run: its prompts are in a recording",
+                options.file);
   const yaml::Document document = recorded_experiment(info.experiment_yaml, place_of(options, info));
   std::vector<fs::path> places(options.plugin_path.begin(), options.plugin_path.end());
   for (const std::string& place : plugin_path_of(document)) places.emplace_back(place);
