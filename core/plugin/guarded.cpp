@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <kvlab/error.hpp>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -198,7 +199,8 @@ class GuardedBudget final : public Guard<Budget>, public Verified {
                                           keep[i], i / heads, i % heads, d.length[i]));
       sum += keep[i];
     }
-    if (const std::int64_t most = std::int64_t{d.layers} * d.kv_heads * d.tokens; sum > most)
+    // Pins stay even where they exceed the budget.
+    if (const std::int64_t most = std::int64_t{d.layers} * d.kv_heads * std::max(d.tokens, d.pinned); sum > most)
       who_.refuse("divide",
                   fmt::format("got {} tokens to keep over all layers and KV heads, wanted at most {}", sum, most));
     return keep;

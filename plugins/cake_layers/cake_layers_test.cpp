@@ -64,6 +64,10 @@ TEST_CASE("cake_layers: budgets of layers by hand") {
   CHECK(budget_of({})->divide(division(100, {-1, 1, -1, 3}, 90, 0)) == Counts{25, 75});
   // 33.9 and 66.1 are rounded down. The first layer gets the token that this loses.
   CHECK(budget_of({})->divide(division(100, {-1, 1, -1.95f, 1}, 90, 0)) == Counts{34, 66});
+  // Pins stay even where they exceed the budget.
+  Division pinned = division(0, {-1, 1, -3, 1}, 60, 5);
+  pinned.tokens = 3;
+  CHECK(budget_of({})->divide(pinned) == Counts{5, 5});
   // Spread 16 counts as 4, and shift 16 as 16.
   CHECK(budget_of({{"tau1", 2.}})->divide(division(100, {-16, 1, -1, 1}, 90, 0)) == Counts{80, 20});
   CHECK(budget_of({{"tau2", 2.}})->divide(division(100, {-1, 1, -1, 16}, 90, 0)) == Counts{20, 80});

@@ -38,6 +38,10 @@ TEST_CASE("zigzagkv: budgets of layers by hand") {
   Division pinned = division(100, {0, 10}, 1000);
   pinned.pinned = 32;
   CHECK(divided({}, pinned) == Counts{32, 168});
+  pinned.tokens = 10;  // pins stay even where they exceed the budget, and a short head keeps what it has
+  CHECK(divided({}, pinned) == Counts{32, 32});
+  pinned.length = {20, 1000};
+  CHECK(divided({}, pinned) == Counts{20, 32});
 }
 
 TEST_CASE("zigzagkv: heads of a layer keep the same number, or what each needs") {

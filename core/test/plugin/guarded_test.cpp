@@ -152,6 +152,8 @@ TEST_CASE("a division over layers that no contract allows is refused") {
   CHECK_THAT(refused("long"), Catch::Contains("got 10 tokens to keep in divided layer 1, KV head 0"));
   CHECK(refused("few") == "got numbers for 3 KV heads of the layers, wanted 4");
   CHECK(refused("many") == "got 21 tokens to keep over all layers and KV heads, wanted at most 20");
+  d.pinned = 6;  // 24 tokens stay in any case
+  CHECK_NOTHROW(told<Budget>("divide", "many")->divide(d));
   CHECK(error_of([] { told<Budget>("numbers", "negative")->numbers(); }).where() == place("bad_budget", "numbers"));
 }
 
