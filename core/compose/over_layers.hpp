@@ -1,5 +1,5 @@
-// Divides a prompt's budget over its layers by a Budget that has numbers(). What layers leave for it lies here until the
-// last layer is computed.
+// Divides a prompt's budget over its layers by a Budget that has numbers(). What layers leave for it lies here until
+// the last layer is computed.
 #pragma once
 #include <kvlab/roles.hpp>
 
@@ -44,7 +44,7 @@ class OverLayers {
   Scorer& scorer_;
   Needs of_scorer_;
   Shape shape_;
-  int dense_layers_ = 0, count_ = 0;     // count_: numbers of a head
+  int dense_layers_ = 0, count_ = 0;      // count_: numbers of a head
   std::int64_t heads_ = 0, longest_ = 0;  // of all divided layers; tokens of a head that there is room for
   int tokens_ = 0;                        // the mean to keep of the prompt that is measured; 0 = none
   Pins pins_;

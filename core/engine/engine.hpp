@@ -224,13 +224,13 @@ class Engine final : private LayerHooks {
   std::vector<std::uint32_t> question_;              // [slot] the same on the host
   std::optional<Foresight> foresight_;               // where the policy needs it, like projection_
   std::optional<Projection> projection_;
-  StreamMemory device_steps_;                        // [slot] i32: LayerKv::steps
-  std::vector<std::int32_t> host_steps_;             // [slot] the same on the host
-  std::vector<std::vector<Given>> given_;            // [slot]
-  std::vector<DecodeLayer> late_layers_;             // whose observe is still to come
-  std::vector<Edit> waiting_;                        // edits of this layer's select that are due after its attention
-  PagedKv pages_;                                    // KvRows and StateColumn of the callback point to it
-  PageList attended_pages_;                          // Selection points to one of these lists
+  StreamMemory device_steps_;              // [slot] i32: LayerKv::steps
+  std::vector<std::int32_t> host_steps_;   // [slot] the same on the host
+  std::vector<std::vector<Given>> given_;  // [slot]
+  std::vector<DecodeLayer> late_layers_;   // whose observe is still to come
+  std::vector<Edit> waiting_;              // edits of this layer's select that are due after its attention
+  PagedKv pages_;                          // KvRows and StateColumn of the callback point to it
+  PageList attended_pages_;                // Selection points to one of these lists
   TokenList attended_tokens_;
   struct Tail {
     StreamMemory queries;  // [rows, query head, head_dim] f32

@@ -36,8 +36,8 @@ void add(Scores out, View<const float, 3> in, float factor, Stream s);
 void multiply(Scores out, View<const float, 3> in, Stream s);
 void divide(Scores out, View<const float, 3> in, Stream s);
 
-// x = 1 where it is above `threshold`, else 0, for every entry, also those past a row's length. NaN becomes 0. Bytes: x,
-// twice.
+// x = 1 where it is above `threshold`, else 0, for every entry, also those past a row's length. NaN becomes 0. Bytes:
+// x, twice.
 void above(Scores x, float threshold, Stream s);
 
 // x = ln(x + add) for every entry, also those past a row's length. The sum is rounded to f32. ln of 0 is -inf, and of
@@ -139,12 +139,12 @@ void set_pinned(const PagedKv& kv, Pins pins, float value, Scores scores, Stream
 // the list, and the entries written.
 void set_listed(const TokenList& list, float value, Scores scores, Stream s);
 
-// out[row, head] = the number of the fewest tokens, best first, whose scores add up to `share` of the sum over the head's tokens;
-// query heads or KV heads. Tokens that `leave_out` names count for neither, as in head_sum. NaN and what is below 0
-// count as 0. A sum of 0 gives 0, and an infinite one gives 1. Sums are in f64. 0 < share <= 1.
-// Bytes: the scores, 33 times on a GPU, and the positions if there are pins.
-void tokens_of_share(const PagedKv& kv, View<const float, 3> scores, float share, Pins leave_out,
-                     View<float, 2> out, Stream s);
+// out[row, head] = the number of the fewest tokens, best first, whose scores add up to `share` of the sum over the
+// head's tokens; query heads or KV heads. Tokens that `leave_out` names count for neither, as in head_sum. NaN and what
+// is below 0 count as 0. A sum of 0 gives 0, and an infinite one gives 1. Sums are in f64. 0 < share <= 1. Bytes: the
+// scores, 33 times on a GPU, and the positions if there are pins.
+void tokens_of_share(const PagedKv& kv, View<const float, 3> scores, float share, Pins leave_out, View<float, 2> out,
+                     Stream s);
 
 // The three ops of a column read and write no page of a head that `heads` leaves out.
 // column[token] += mass[row, query head, token], reduced over the group by `rule`. Bytes: mass, and the column twice.

@@ -248,8 +248,9 @@ struct LayerKv {
     return future->of(*this);
   }
   // out[row, kv_head, token] = mean over the group's query heads h of ||W_h v||_1, if needs() asks for it. v is the
-  // token's value as the cache decodes it, and W_h are the columns of the layer's output projection that are head h's.
-  // Without the projection's bias. The cost is that of the projection of every cached token, once per query head.
+  // token's value as the cache decodes it. W_h are the columns of the layer's output projection that are head h's. The
+  // projection's bias counts for nothing. The cost is that of the projection of every cached token, once per query
+  // head.
   void projected_norms(Scores out, Stream s) const {
     if (!projection) throw Error(Errc::plugin, "got projected_norms() in a callback, wanted needs() to ask for it");
     projection->norms(*this, out, s);

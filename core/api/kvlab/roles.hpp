@@ -26,8 +26,8 @@ class Scorer {
   // out[row, kv_head, token] f32, higher = keep. inf ranks above all others and -inf below; NaN fails the cell.
   // Core calls it at the prompt's end, where kv.window_queries are set and kv.mass is that of the last chunk's queries
   // (under Mass::decode it is empty). The schedule calls it while decoding, where kv.window_queries are empty,
-  // kv.queries are the step's and kv.mass is that of these. Numbers that must outlast a call live in token state or in the state that
-  // attach took.
+  // kv.queries are the step's and kv.mass is that of these. Numbers that must outlast a call live in token state or in
+  // the state that attach took.
   virtual void score(const LayerKv& kv, Scores out, Stream s) = 0;
 
   // True: score() keeps the promise of Needs::capturable too. Then a GPU may replay decode steps that evict by it.
@@ -79,13 +79,14 @@ class Budget {
  public:
   virtual ~Budget() = default;
   virtual void allot(const Allotment&, Stream) {
-    throw Error(Errc::plugin, "got a budget without allot(), wanted one that allots, or that has numbers() to divide by");
+    throw Error(Errc::plugin,
+                "got a budget without allot(), wanted one that allots, or that has numbers() to divide by");
   }
   // Whether all KV heads of a layer get the same number. Methods may need that (Needs::uniform_heads).
   virtual bool uniform_heads() const { return false; }
 
-  // Numbers of each KV head that divide() wants to know of a layer. With any, core calls measure() and divide() in place
-  // of allot(). The whole prompt is then in the cache until its last layer is computed.
+  // Numbers of each KV head that divide() wants to know of a layer. With any, core calls measure() and divide() in
+  // place of allot(). The whole prompt is then in the cache until its last layer is computed.
   virtual int numbers() const { return 0; }
   // Queries in the kv.window_queries of measure(), as Needs::window_queries.
   virtual int window_queries() const { return 0; }
@@ -93,7 +94,8 @@ class Budget {
   // token and query head of the prompt.
   virtual void measure(const LayerKv& /*kv*/, Scores /*scores*/, Pins /*pins*/, View<float, 3> /*out*/, Stream) {}
   // After the prompt's last layer. Returns [layer][kv_head] tokens to keep, pins included: at most as many as a head
-  // holds, and no more than layers x kv_heads x tokens in all. Decode steps that evict hold each head at its number.
+  // holds, and no more than layers x kv_heads x tokens in all, or x pinned where that is more. Decode steps that evict
+  // hold each head at its number.
   virtual std::vector<std::int32_t> divide(const Division&) const { return {}; }
 };
 
