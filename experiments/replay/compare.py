@@ -63,19 +63,22 @@ def main(live_path, replay_path):
     if live.keys() != replay.keys():
         sys.exit("got files with other policies, tasks or seeds, wanted the same in both")
     names = [f"{key[0]} {budget(key[1])}" for key in live]
-    print(f"{'policy':26} {'mass, replay':>12} {'live':>8} {'recall, replay':>14} {'KL, live':>10} {'layer 0':>9} {'all layers':>10}")
+    print(f"{'policy':26} {'mass, replay':>12} {'live':>8} {'recall, replay':>14} {'KL, live':>10} {'layer 0':>9} "
+          f"{'all layers':>10}")
     for key, name in zip(live, names):
         (l, la), (r, ra) = live[key], replay[key]
         first = largest(la["mass"], ra["mass"], slice(0, 1))
         every = largest(la["mass"], ra["mass"], slice(None))
-        print(f"{name:26} {r['mass']:12.4f} {l['mass']:8.4f} {r['page_recall']:14.4f} {l['kl']:10.3g} {first:9.1e} {every:10.1e}")
+        print(f"{name:26} {r['mass']:12.4f} {l['mass']:8.4f} {r['page_recall']:14.4f} {l['kl']:10.3g} {first:9.1e} "
+              f"{every:10.1e}")
     replayed = [replay[key][0]["mass"] for key in live]
     lively = [live[key][0]["mass"] for key in live]
     near = [-live[key][0]["kl"] for key in live]
     for what, a, b in (("replayed mass and live mass", replayed, lively), ("replayed mass and live KL", replayed, near),
                        ("live mass and live KL", lively, near)):
         tau, other = kendall(a, b)
-        print(f"{what}: Spearman {spearman(a, b):.3f}, Kendall {tau:.3f}, {len(other)} of {len(a) * (len(a) - 1) // 2} pairs otherwise")
+        pairs = len(a) * (len(a) - 1) // 2
+        print(f"{what}: Spearman {spearman(a, b):.3f}, Kendall {tau:.3f}, {len(other)} of {pairs} pairs otherwise")
         if what == "replayed mass and live KL":
             for i, j in other:
                 print(f"  {names[i]} (mass {a[i]:.3f}, KL {-b[i]:.2g}), {names[j]} ({a[j]:.3f}, {-b[j]:.2g})")
