@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Writes core/test/golden/policies/<model>.json: every policy's kept positions, pages, mass and logits on tiny models.
 
-Usage: export_policies.py [core/test/golden [SmolLM2.gguf | --evicting]]
+Usage: export_policies.py [core/test/golden [SmolLM2.gguf | --evicting | --heads]]
 Format: README.md in this folder. For the tiny models it tries token seeds until no selection depends on rounding.
-With --evicting it writes only <model>-evicting.json, the cases of evicting_policies.py.
+With --evicting or --heads it writes only <model>-evicting.json or <model>-heads.json: the cases of evicting_policies.py
+or head_policies.py.
 With the GGUF it writes only smollm2.json: the same on the head of text/english.txt.
 """
 import json
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 import llama
+import policies
 import reference_policies as reference
 import weights
 
@@ -82,16 +84,38 @@ EVICTING = {
     "cake_over_layers_tuned": {**CAKE, "name": "cake_over_layers", "every": 0, "tau1": 1.6, "tau2": 0.4},
 }
 
+DUO = {"name": "duo_attention", "sinks": 3, "window": 14,
+       "profile": {"gate": [[0.3, 0.9], [0.6, 0.1], [0.6, 0.0]]}}
+RAZOR = {"name": "razor_attention", "sinks": 2, "window": 12, "window_share": 0.0, "induction": 0.3, "echo": 0.2,
+         "profile": {"echo": [[0.1, 0.2], [0.7, 0.1], [0.7, 0.3]], "induction": [[0.2, 0.5], [0.1, 0.5], [0.6, 0.3]]}}
+OMNIKV = {"name": "omnikv", "budget": {"tokens": 20}, "filter_layers": "0", "wait_layers": 0}
+SPARQ = {"name": "sparq", "budget": {"tokens": 20}}
+HEADS = {
+    "duo_attention": DUO,
+    "duo_attention_sparse": {**DUO, "sparsity": 0.75},
+    "duo_attention_no_sinks": {**DUO, "attention_sinks": False},
+    "razor_attention": RAZOR,
+    "razor_attention_share": {**RAZOR, "window_share": 0.2},
+    "razor_attention_prompt": {**RAZOR, "while_decoding": False},
+    "omnikv": OMNIKV,
+    "omnikv_softmax": {**OMNIKV, "score_by": "softmax_before_last"},
+    "omnikv_own": {**OMNIKV, "shared_choice": False},
+    "sparq": SPARQ,
+    "sparq_rank": {**SPARQ, "rank": 6, "local": 0.0},
+    "sparq_no_scale": {**SPARQ, "norm_scale": False},
+}
+
 
 REAL = {name: {"name": name, "budget": {"tokens": 64}}
         for name in ("streaming_llm", "snapkv", "h2o", "knorm", "quest")}
 REAL_PROMPT, REAL_FORCED = 160, 2
 
 
-def selections(result):
+def selections(result, spec):
     pages = [[[] if layer is None else [head.tolist() for head in layer] for layer in step] for step in result.pages]
-    kept = [[[head.tolist() for head in layer] for layer in step] for step in result.kept]
-    return kept, pages
+    kept, read = ([[[head.tolist() for head in layer] for layer in step] for step in lists]
+                  for lists in (result.kept, result.read))
+    return kept, pages, read if policies.POLICIES[spec["name"]].lists_tokens else []
 
 
 def evicted(kept, seen):
@@ -120,12 +144,13 @@ def doubtful(a, b):
 
 def run_case(model, others, name, spec, prompt, forced, logit_ids):
     result = reference.run(model, spec, prompt, forced)
-    kept, pages = chosen = selections(result)
-    doubts = sum((doubtful(chosen, selections(reference.run(other, spec, prompt, forced))) for other in others), [])
+    kept, pages, tokens = chosen = selections(result, spec)
+    doubts = sum((doubtful(chosen, selections(reference.run(other, spec, prompt, forced), spec)) for other in others), [])
     logits = torch.stack(result.logits)
     return {"name": name, "policy": spec, "doubtful": doubts, "kept_prompt": evicted(kept[0], len(prompt)),
             "kept_end": evicted(kept[-1], len(prompt) + len(forced)),
             "pages": pages if any(any(step) for step in pages) else [],
+            **({"tokens": tokens} if tokens else {}),
             "mass": [rounded(step) for step in result.mass],
             "output_error": [rounded(step) for step in result.output_error],
             "max_abs": rounded(logits.abs().amax(-1).tolist()),
@@ -137,6 +162,7 @@ def export_tiny(path, specs, one_text):
     model, logit_ids = llama.Llama(path), list(range(0, VOCAB, 5))
     others = [llama.Llama(path, torch.float64), perturbed(model, 0), perturbed(model, 1)]
     document = {"version": 1, "model": "tiny/" + os.path.basename(path)}
+    specs = {name: of_shape(spec, model) for name, spec in specs.items()}
     if one_text:
         text, cases = cases_of(model, others, specs, logit_ids)
         return {**document, **text, "logit_ids": logit_ids, "cases": cases}
@@ -145,6 +171,12 @@ def export_tiny(path, specs, one_text):
         text, (case,) = cases_of(model, others, {name: spec}, logit_ids)
         cases.append({**case, **text})
     return {**document, "logit_ids": logit_ids, "cases": cases}
+
+
+def of_shape(spec, model):
+    """A profile has a row for each layer of the model, a number for each KV head."""
+    cut = {name: [row[:model.kv_heads] for row in rows[:model.layers]] for name, rows in spec.get("profile", {}).items()}
+    return {**spec, "profile": cut} if cut else spec
 
 
 def cases_of(model, others, specs, logit_ids):
@@ -179,12 +211,13 @@ def export_real(golden, path):
 def main():
     golden = sys.argv[1] if len(sys.argv) > 1 else os.path.join(os.path.dirname(__file__), "../../core/test/golden")
     os.makedirs(os.path.join(golden, "policies"), exist_ok=True)
-    evicting = sys.argv[2:] == ["--evicting"]
-    if len(sys.argv) > 2 and not evicting:
-        return save(golden, "smollm2", export_real(golden, sys.argv[2]))
+    groups = {"": CASES, "--evicting": EVICTING, "--heads": HEADS}
+    group = sys.argv[2] if len(sys.argv) > 2 else ""
+    if group not in groups:
+        return save(golden, "smollm2", export_real(golden, group))
     for name in ("llama-gqa3", "llama-gqa4-rope3"):
-        document = export_tiny(os.path.join(golden, "tiny", name), EVICTING if evicting else CASES, not evicting)
-        save(golden, name + ("-evicting" if evicting else ""), document)
+        document = export_tiny(os.path.join(golden, "tiny", name), groups[group], group == "")
+        save(golden, name + group.replace("--", "-"), document)
 
 
 def save(golden, name, document):

@@ -64,6 +64,7 @@ class Prompt:
 
 class Full:
     cache_relative = False
+    lists_tokens = False  # select names tokens, not pages
     window = 0  # last prompt queries whose probabilities the policy wants
 
     def __init__(self, spec, model):

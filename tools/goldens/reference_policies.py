@@ -15,6 +15,7 @@ import torch
 import llama
 import policies
 import evicting_policies  # noqa: F401  (adds its policies)
+import head_policies  # noqa: F401
 import layer_policies  # noqa: F401
 
 

@@ -194,6 +194,55 @@ def test_quest():
         assert lists(quest.select(0, None, torch.zeros(1, 150, 2), None)[1]) == [expected]
 
 
+def test_duo_attention():
+    spec = {"name": "duo_attention", "profile": {"gate": [[.9, .1, .5, .5]]}}
+    assert policies.make(spec, model(4)).everything.tolist() == [[True, False, True, False]]
+    kept = policies.make({**spec, "sinks": 64, "window": 256}, model(4)).prompt(0, prompt(1000))
+    assert [len(head) for head in kept] == [1000, 320, 1000, 320]
+    gates = {"gate": [[.1, .2, .4, .8, .9]]}
+    for sparsity, heads in ((.25, 4), (.3, 3), (.5, 3), (.9, 1)):
+        marks = policies.make({**spec, "profile": gates, "sparsity": sparsity}, model(5)).everything
+        assert marks.tolist() == [[False] * (5 - heads) + [True] * heads]
+
+
+def test_razor_attention():
+    rising = [list(range(8 * layer, 8 * layer + 8)) for layer in range(32)]
+    falling = [[256 - score for score in row] for row in rising]
+    spec = {"name": "razor_attention", "profile": {"induction": rising, "echo": falling}}
+    marks = policies.make(spec, model(8, layers=32)).everything
+    assert marks.flatten().nonzero()[:, 0].tolist() == [0, 1, 2] + list(range(220, 256))
+    # The card's case without the compensation token: 2 sinks and 4 newest tokens of 10.
+    small = {**spec, "sinks": 2, "window": 4, "window_share": 0, "induction": 0, "echo": 0,
+             "profile": {"induction": [[0]], "echo": [[0]]}}
+    assert lists(policies.make(small, model()).prompt(0, prompt(10))) == [[0, 1, 6, 7, 8, 9]]
+    assert lists(policies.make({**small, "window_share": .6}, model()).prompt(0, prompt(10))) == [[0, 1, 4, 5, 6, 7, 8, 9]]
+
+
+def test_omnikv():
+    for score_by, first, wanted in (("last", (1, 5, 2, 0), [0, 1]), ("softmax_before_last", (1, 5, 2, 0), [0, 1]),
+                                    ("last", (1, 20, 18, 0), [1, 2]), ("softmax_before_last", (1, 20, 18, 0), [0, 1])):
+        spec = {"name": "omnikv", "budget": {"tokens": 2}, "filter_layers": "0", "wait_layers": 0, "score_by": score_by}
+        policy = policies.make(spec, model(2))
+        policy.prompt(0, prompt(4))
+        keys = torch.tensor([[*first, 99], [4, 1, 3, 0, 99]]).reshape(2, 5, 1).float()
+        kept = [torch.arange(5)] * 2
+        assert policy.select(0, torch.ones(2, 1), keys, kept) == (kept, None)
+        assert lists(policy.select(1, torch.ones(2, 1), keys, kept)[0]) == [[*wanted, 4]] * 2
+
+
+def test_sparq():
+    spec = {"name": "sparq", "budget": {"tokens": 2}, "rank": 2, "local": 0}
+    keys = torch.tensor([[[1., 0, 0, 0], [0, -2, 0, 0], [-1, 0, 4, 0]]])
+    query, kept = torch.tensor([[2., -1, .5, 0]]), [torch.arange(3)]
+    assert lists(policies.make({**spec, "budget": {"tokens": 3}}, model()).select(0, query, keys, kept)[0]) == [[0, 1, 2]]
+    # The step's own token, the last, is always read. Of the equal others the first is.
+    assert lists(policies.make(spec, model()).select(0, query, keys, kept)[0]) == [[0, 2]]
+    # The sizes of the group add up to 2, 1, 3 and 0, so component 2 decides.
+    both = torch.tensor([[2., -1, .5, 0], [0., 0, 2.5, 0]])
+    scores = policies.make({**spec, "rank": 1}, model(1, 2))
+    assert lists(scores.select(0, both, torch.cat([keys, torch.zeros(1, 1, 4)], 1), [torch.arange(4)])[0]) == [[2, 3]]
+
+
 def test_budgets():
     def pyramid(n, layer):
         return policies.split_budget({"tokens": 128, "split": "pyramid"}, layer, 32, torch.zeros(1, n - 8), 8)[0]

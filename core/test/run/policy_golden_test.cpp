@@ -38,7 +38,7 @@ PolicySpec spec_of(const json& p, Registry& registry) {
   if (p.contains("codec")) s.codec = use(registry, Role::codec, p["codec"], {});
   std::map<std::string, ParamValue> params;
   for (const auto& [key, value] : p.items()) {
-    if (key == "name" || key == "budget" || key == "codec" || key == "page_size") continue;
+    if (key == "name" || key == "budget" || key == "codec" || key == "page_size" || key == "profile") continue;
     const std::string name = key == "positions" ? "rope" : key;
     if (value.is_boolean()) params[name] = value.get<bool>();
     if (value.is_number_integer()) params[name] = value.get<std::int64_t>();
@@ -57,28 +57,42 @@ PolicySpec spec_of(const json& p, Registry& registry) {
     if (!zigzag) of_split["window"] = params.at("window");
     s.split = use(registry, Role::budget, zigzag ? s.name : "cake_layers", of_split);
     s.scorer = use(registry, Role::scorer, zigzag ? "snapkv" : "cake", params);
+  } else if (std::set<std::string>{"duo_attention", "razor_attention", "omnikv", "sparq"}.contains(s.name)) {
+    s.policy = use(registry, Role::policy, s.name, params);
   } else {
     s.scorer = use(registry, Role::scorer, s.name, params);
   }
   return s;
 }
 
-// Notes the shadow's figures and the pages that attention reads.
+// The profile of a policy of the golden file: {name: [layer][kv_head]}.
+Profile profile_of(const json& p) {
+  Profile out;
+  const json none = json::object();
+  for (const auto& [name, rows] : (p.contains("profile") ? p["profile"] : none).items()) {
+    out[name].extent = {static_cast<std::int64_t>(rows.size()), static_cast<std::int64_t>(rows[0].size())};
+    for (const json& row : rows)
+      for (const json& value : row) out[name].values.push_back(value.get<float>());
+  }
+  return out;
+}
+
+// Notes the shadow's figures and the pages or tokens that attention reads.
 class Watch final : public EngineObserver {
  public:
   Watch(const Model& m, int page_size, int tokens) : shadow(m, page_size, tokens) {}
   void prompt(const PromptLayer& l, const Store& s) override { shadow.prompt(l, s); }
   void attended(const DecodeLayer& l, const Store& s) override {
     shadow.attended(l, s);
-    auto& heads = pages.emplace_back();
+    auto& heads = read.emplace_back();
     for (int h = 0; h < s.shape().kv_heads; ++h) {
       heads.emplace_back();
-      if (!l.read.pages) continue;
-      for (int i = 0; i < l.read.pages->count(0, h); ++i) heads.back().push_back(l.read.pages->index(0, h, i));
+      const IndexList* list = l.read.pages ? static_cast<const IndexList*>(l.read.pages) : l.read.tokens;
+      for (int i = 0; list && i < list->count(0, h); ++i) heads.back().push_back(list->index(0, h, i));
     }
   }
   Shadow shadow;
-  std::vector<std::vector<std::vector<int>>> pages;  // [step * layers + layer][kv_head]
+  std::vector<std::vector<std::vector<int>>> read;  // [step * layers + layer][kv_head] pages, or tokens
 };
 
 void check_kept(const json& expected, const Engine& engine, int slot) {
@@ -95,11 +109,20 @@ void check_kept(const json& expected, const Engine& engine, int slot) {
     }
 }
 
+// A layer that reads all of so many tokens has no list.
+void check_tokens(const json& expected, const std::vector<std::vector<int>>& read, int seen) {
+  for (std::size_t h = 0; h < read.size(); ++h) {
+    const std::set<int> tokens(read[h].begin(), read[h].end());
+    const auto wanted = expected[h].get<std::set<int>>();
+    CHECK((tokens.empty() ? static_cast<int>(wanted.size()) == seen : tokens == wanted));
+  }
+}
+
 }  // namespace
 
 TEST_CASE("policies keep, read and predict what the reference does") {
-  const std::string name =
-      GENERATE(as<std::string>{}, "llama-gqa3", "llama-gqa4-rope3", "llama-gqa3-evicting", "llama-gqa4-rope3-evicting");
+  const std::string name = GENERATE(as<std::string>{}, "llama-gqa3", "llama-gqa4-rope3", "llama-gqa3-evicting",
+                                    "llama-gqa4-rope3-evicting", "llama-gqa3-heads", "llama-gqa4-rope3-heads");
   std::ifstream in(test::golden("policies/" + name + ".json"));
   const json golden = json::parse(in);
   const auto model = load_model(*open_checkpoint(test::golden(golden["model"])), DType::f32, name);
@@ -112,13 +135,15 @@ TEST_CASE("policies keep, read and predict what the reference does") {
     const json& text = c.contains("prompt") ? c : golden;
     const auto prompt = text["prompt"].get<std::vector<int>>(), forced = text["forced"].get<std::vector<int>>();
     const int tokens = static_cast<int>(prompt.size() + forced.size());
-    const PolicySpec spec = spec_of(c["policy"], registry);
+    PolicySpec spec = spec_of(c["policy"], registry);
+    const Profile profile = profile_of(c["policy"]);
+    if (!profile.empty()) spec.profile = "golden";
     const bool int8 = spec.codec.has_value();
     EngineOptions o;
     o.max_tokens = tokens;
     o.page_size = spec.page_size;
     o.budget = spec.budget;
-    Engine engine(model, build_policy(spec, catalog), o);
+    Engine engine(model, build_policy(spec, catalog, &profile), o);
     Watch watch(*model, spec.page_size, tokens);
     engine.observe(&watch);
     std::vector<float> logits(static_cast<std::size_t>(model->config.vocab));
@@ -145,8 +170,9 @@ TEST_CASE("policies keep, read and predict what the reference does") {
         CAPTURE(step, layer);
         CHECK(std::abs(rows.mass[l] - c["mass"][step][l].get<double>()) < (int8 ? 1e-3 : 1e-5));
         CHECK(std::abs(rows.output_error[l] - c["output_error"][step][l].get<double>()) < (int8 ? 1e-3 : 1e-4));
+        const auto& read = watch.read[step * static_cast<std::size_t>(model->config.layers) + l];
+        if (c.contains("tokens")) check_tokens(c["tokens"][step][l], read, static_cast<int>(prompt.size() + step) + 1);
         if (c["pages"].empty()) continue;
-        const auto& read = watch.pages[step * static_cast<std::size_t>(model->config.layers) + l];
         const json& expected = c["pages"][step][l];
         for (std::size_t h = 0; h < read.size(); ++h)
           CHECK(read[h] == (expected.empty() ? std::vector<int>{} : expected[h].get<std::vector<int>>()));

@@ -166,15 +166,20 @@ class Subjects {
 
  private:
   std::vector<const PluginInfo*> all(Role role) { return registry_.list(role); }
-  // The defaults, but without dense layers, which could be all layers of a tiny model. Sinks and window of a policy,
-  // and of a scorer that pins many tokens, must leave room in the suite's budgets, and a codec's residual pages to
-  // encode.
+  // The defaults, but without dense layers, which could be all layers of a tiny model, and with layers by number that
+  // it has. Sinks and window of a policy, and of a scorer that pins many tokens, must leave room in the suite's
+  // budgets. A codec's residual must leave pages to encode. A policy of an amount of its own may keep nothing but sinks
+  // and window. These then cover the suite's short prompts.
   static PluginUse use(const PluginInfo& p) {
     std::map<std::string, ParamValue> given;
     if (find_param(p, "dense_layers")) given["dense_layers"] = std::int64_t{0};
     if (p.role == Role::policy || (p.role == Role::scorer && pins_many(p)))
       for (const char* name : {"sinks", "window"})
         if (find_param(p, name)) given[name] = std::int64_t{6};
+    if (find_param(p, "filter_layers")) given["filter_layers"] = std::string("0");
+    if (find_param(p, "wait_layers")) given["wait_layers"] = std::int64_t{0};
+    if (p.role == Role::policy && find_param(p, "window") && create<Policy>(p, resolve(p, given))->needs().own_amount())
+      given["window"] = std::int64_t{32};
     if (p.role == Role::codec && find_param(p, "residual")) given["residual"] = std::int64_t{8};
     return {p.role, p.name, resolve(p, given)};
   }
@@ -219,15 +224,21 @@ class Subjects {
     return use && create<Interface>(registry_.require(use->role, use->name), use->params)->needs().profile();
   }
   // The arrays of all profilers; null if the spec reads none. A tiny model has so few pages that 64 would be all of
-  // them.
+  // them. Its text is so short that sinks and a window would be all of it.
   const Profile* profile_of(const PolicySpec& spec, const Model& model) {
     if (spec.profile.empty()) return nullptr;
     const auto [it, fresh] = profiles_.try_emplace(model.name);
     if (!fresh) return &it->second;
     for (const PluginInfo* p : all(Role::profiler))
-      it->second.merge(profiled(find_param(*p, "top_pages") ? "{" + p->name + ": {top_pages: 4}}" : p->name, model.name,
-                                "prefix: 150, forced: 40", contract_device()));
+      it->second.merge(
+          profiled("{" + p->name + ": {" + small(*p) + "}}", model.name, "prefix: 150, forced: 40", contract_device()));
     return &it->second;
+  }
+  static std::string small(const PluginInfo& p) {
+    std::string given = find_param(p, "top_pages") ? "top_pages: 4" : "";
+    if (find_param(p, "sinks") && find_param(p, "window"))
+      given += (given.empty() ? "" : ", ") + std::string("sinks: 6, window: 6");
+    return given;
   }
   Instance<Budget> split(const PolicySpec& spec) {
     return create<Budget>(registry_.require(Role::budget, spec.split->name), spec.split->params);

@@ -130,7 +130,7 @@ class OnText final : public EngineObserver {
  public:
   struct Layer {
     SeenRows queries, keys, values;
-    std::vector<std::vector<std::vector<int>>> read;  // [decode step][KV head] pages
+    std::vector<std::vector<std::vector<int>>> read;  // [decode step][KV head] pages, or places of tokens
   };
 
   OnText(const std::string& scorer, const std::map<std::string, ParamValue>& params, int budget, int tokens)
@@ -158,7 +158,7 @@ class OnText final : public EngineObserver {
     if (split)
       spec.split = {Role::budget, split->name, resolve(registry.require(Role::budget, split->name), split->params)};
     EngineOptions o;
-    o.budget = {BudgetAmount::tokens, static_cast<double>(budget)};
+    if (budget > 0) o.budget = {BudgetAmount::tokens, static_cast<double>(budget)};  // 0 = unlimited
     o.max_tokens = tokens;
     o.page_size = page_size;
     Profile profile;
@@ -183,6 +183,10 @@ class OnText final : public EngineObserver {
     for (int h = 0; l.read.pages && h < config().kv_heads; ++h) {
       read.emplace_back();
       for (int i = 0; i < l.read.pages->count(0, h); ++i) read.back().push_back(l.read.pages->index(0, h, i));
+    }
+    for (int h = 0; l.read.tokens && h < config().kv_heads; ++h) {
+      read.emplace_back();
+      for (int i = 0; i < l.read.tokens->count(0, h); ++i) read.back().push_back(l.read.tokens->index(0, h, i));
     }
   }
 

@@ -1,0 +1,72 @@
+// DuoAttention: retrieval heads keep every token. Streaming heads keep attention sinks and the newest tokens. A gate of
+// each KV head, from a profile, says which is which. Xiao et al., ICLR 2025.
+#include <kvlab/plugin.hpp>
+
+#include <limits>
+
+#include "heads.hpp"
+
+namespace {
+
+class DuoAttention final : public kvlab::Policy {
+ public:
+  explicit DuoAttention(const kvlab::Params& p)
+      : pins_{.first = p.get<bool>("attention_sinks") ? p.get<int>("sinks") : 0, .last = p.get<int>("window")},
+        sparsity_(p.get<bool>("retrieval_heads") ? p.get<double>("sparsity") : 1),
+        reads_gates_(p.get<bool>("retrieval_heads")) {}
+
+  kvlab::Needs needs() const override { return kvlab::Needs{}.own_amount(true).profile(reads_gates_).capturable(true); }
+
+  void load_profile(const kvlab::Profile& profile) override { gates_ = profile.at("gate").values; }
+
+  void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
+    const auto heads = static_cast<std::size_t>(shape.layers) * static_cast<std::size_t>(shape.kv_heads);
+    if (!reads_gates_) gates_.assign(heads, 0);
+    if (gates_.size() != heads)
+      throw kvlab::Error(kvlab::Errc::config, "got " + std::to_string(gates_.size()) + " gates, wanted " +
+                                                  std::to_string(heads) + ", one of each KV head");
+    std::vector<std::int32_t> keep;
+    for (const bool retrieval : duo_attention::retrieval_heads(gates_, sparsity_))
+      keep.push_back(retrieval ? std::numeric_limits<std::int32_t>::max() : pins_.first + pins_.last);
+    keep_ = kvlab::HeadConstants<std::int32_t>("tokens to keep", shape, keep, w);
+    const std::vector<kvlab::Pins> pins(static_cast<std::size_t>(shape.max_slots), pins_);
+    pins_of_rows_ = static_cast<const kvlab::Pins*>(w.constant("pins", pins.data(), pins.size() * sizeof(pins[0])));
+  }
+
+  // The mean over the heads.
+  kvlab::Demand demand(int prompt, int max_new) const override {
+    const auto held = [this](int n) {
+      const int streaming = std::min(n, pins_.first + pins_.last);
+      return static_cast<std::int64_t>((1 - sparsity_) * n + sparsity_ * streaming + 1);
+    };
+    return {.device_prefill = held(prompt), .device_decode = held(prompt + max_new)};
+  }
+
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream) override {
+    if (kv.last[0]) evict(kv, edits);
+  }
+  void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream) override { evict(step, edits); }
+
+ private:
+  void evict(const kvlab::LayerKv& kv, kvlab::Edits& edits) const {
+    edits.evict_surplus({.keep = {keep_.of(kv), {kv.rows(), kv.kv_heads()}, {0, 1}}, .pins = pins_of_rows_});
+  }
+
+  kvlab::Pins pins_;
+  double sparsity_;
+  bool reads_gates_;
+  std::vector<float> gates_;  // [layer, kv_head]
+  kvlab::HeadConstants<std::int32_t> keep_;
+  const kvlab::Pins* pins_of_rows_ = nullptr;
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::policy<DuoAttention>("duo_attention",
+                                         "retrieval heads keep everything, the others sinks and the newest tokens "
+                                         "(Xiao et al. 2025)")
+                 .param("sinks", 64, 0, kvlab::any, "first tokens that a streaming head keeps")
+                 .param("window", 256, 1, kvlab::any, "newest tokens that a streaming head keeps")
+                 .param("sparsity", 0.5, 0, 1, "share of the KV heads that are streaming heads, those of lowest gates")
+                 .component("attention_sinks", "off = streaming heads keep the newest tokens alone")
+                 .component("retrieval_heads", "the profile's gates decide; off = every head is a streaming head"))

@@ -1,0 +1,121 @@
+// OmniKV: a few filter layers look at the whole prompt and choose its best tokens, one set for all heads. The layers up
+// to the next filter layer attend to these and to what was generated. Hao et al., ICLR 2025.
+#include <kvlab/plugin.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "layers.hpp"
+
+namespace {
+
+enum class ScoreBy : std::uint8_t { last, softmax_before_last };
+
+}  // namespace
+
+template <>
+struct kvlab::Choices<ScoreBy> {
+  static constexpr std::pair<ScoreBy, const char*> all[] = {{ScoreBy::last, "last"},
+                                                            {ScoreBy::softmax_before_last, "softmax_before_last"}};
+};
+
+namespace {
+
+using kvlab::BudgetAmount;
+
+class OmniKv final : public kvlab::Policy {
+ public:
+  explicit OmniKv(const kvlab::Params& p)
+      : filters_(omnikv::layers_of(p.get<std::string>("filter_layers"))),
+        wait_(p.get<int>("wait_layers")),
+        softmax_(p.get<ScoreBy>("score_by") == ScoreBy::softmax_before_last),
+        shares_(p.get<bool>("shared_choice")) {}
+
+  kvlab::Needs needs() const override { return kvlab::Needs{}.scratch_numbers(8); }
+
+  void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
+    if (budget.kind == BudgetAmount::bytes)
+      throw kvlab::Error(
+          kvlab::Errc::config,
+          "got a budget in bytes, wanted tokens or a ratio of the prompt: every token stays where it is");
+    budget.require(1, "of the prompt, in each layer that chooses none");
+    budget_ = budget;
+    roles_ = omnikv::roles_of(filters_, wait_, shape.layers, shares_);
+    prompt_ = kvlab::KeptOfHeads<std::int32_t>("prompt", shape, w);
+    const std::int64_t rows = shape.max_slots, heads = shape.kv_heads, capacity = shape.max_tokens;
+    auto* data = static_cast<std::int32_t*>(
+        w.room("chosen tokens", static_cast<std::size_t>(rows * heads * (capacity + 1)) * sizeof(std::int32_t)));
+    index_ = data + rows * heads;
+    count_ = data;
+    capacity_ = capacity;
+  }
+
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits&, kvlab::Stream s) override {
+    if (kv.last[0]) kvlab::ops::lengths(kv.pages, prompt_.of_row(kv), s);
+  }
+
+  void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    const omnikv::Role role = roles_[static_cast<std::size_t>(step.layer)];
+    if (budget_.kind == BudgetAmount::unlimited || role == omnikv::Role::dense) return;
+    const kvlab::TokenList list = chosen(step);
+    if (role != omnikv::Role::sparse) choose(step, list, s);
+    if (role != omnikv::Role::filter) edits.attend(list);
+  }
+
+ private:
+  // Written by a filter layer and read by the layers behind it, in the same step.
+  kvlab::TokenList chosen(const kvlab::LayerKv& kv) const {
+    kvlab::TokenList list;
+    list.index = kvlab::View<std::int32_t, 3>::dense(index_, {kv.rows(), kv.kv_heads(), capacity_});
+    list.count = kvlab::View<std::int32_t, 2>::dense(count_, {kv.rows(), kv.kv_heads()});
+    return list;
+  }
+
+  void choose(const kvlab::LayerStep& step, const kvlab::TokenList& list, kvlab::Stream s) {
+    // The prompt comes first, and nothing leaves.
+    kvlab::PagedKv prompt = step.pages;
+    prompt.length = prompt_.of(step);
+    const kvlab::Scores logits = step.query_head_scores("logits"), scores = step.kv_head_scores("scores");
+    kvlab::ops::row_dot({&prompt, kvlab::KvSide::key}, step.queries.f32(), logits, s);
+    if (softmax_) {
+      kvlab::ops::scale(logits, 1 / std::sqrt(static_cast<float>(step.pages.head_dim)), s);
+      kvlab::ops::softmax(prompt, logits, 1, s);
+    }
+    kvlab::ops::set_pinned(step.pages, {.last = step.max_length}, INFINITY, scores, s);  // generated tokens keep it
+    kvlab::ops::layer_reduce(prompt, logits, kvlab::GroupRule::max, scores, s);
+    std::vector<std::int32_t> keep;
+    for (int row = 0; row < step.rows(); ++row)
+      keep.insert(keep.end(), static_cast<std::size_t>(step.kv_heads()), tokens(step, row));
+    kvlab::ops::top_tokens(step.pages, scores, step.upload_heads("tokens to read", keep.data()), nullptr, list, s);
+  }
+
+  // Those of the prompt, and all that came after it.
+  int tokens(const kvlab::LayerStep& step, int row) const {
+    const int generated = step.step[row] + 1, prompt = step.position[row] - generated;
+    const double wanted = budget_.kind == BudgetAmount::ratio ? budget_.value * prompt : budget_.value;
+    return generated + std::clamp(static_cast<int>(std::min(wanted, 1e9)), 1, prompt);
+  }
+
+  std::vector<int> filters_;
+  int wait_;
+  bool softmax_, shares_;
+  BudgetAmount budget_;
+  std::vector<omnikv::Role> roles_;
+  kvlab::KeptOfHeads<std::int32_t> prompt_;
+  std::int32_t *index_ = nullptr, *count_ = nullptr;
+  std::int64_t capacity_ = 0;
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::policy<OmniKv>("omnikv",
+                                   "filter layers choose tokens of the prompt for the layers behind them (Hao et al. "
+                                   "2025). Every token stays on the device")
+                 .param("filter_layers", std::string("2,8,18"), "layers that choose, in order, from 0 on")
+                 .param("wait_layers", 1, 0, kvlab::any,
+                        "layers behind a filter layer that attend to everything, while the paper copies tokens")
+                 .param("score_by", ScoreBy::last,
+                        "a token's score: the greatest logit of the step's query over all heads, or the greatest "
+                        "share of attention")
+                 .component("shared_choice", "off = every layer that would take a choice makes its own"))

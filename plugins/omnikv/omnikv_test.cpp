@@ -1,0 +1,120 @@
+#include "layers.hpp"
+
+#include "support/on_text.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+constexpr int prompt = 160, steps = 24;
+
+// A token's greatest logit, or share of attention, over all heads; query of `position`, tokens of the prompt.
+std::vector<double> greatest(const OnText& run, int layer, int position, bool softmaxed) {
+  const auto& seen = run.layer(layer);
+  std::vector<double> most(prompt, -INFINITY);
+  for (std::size_t h = 0; h < static_cast<std::size_t>(run.config().heads); ++h) {
+    const auto& q = seen.queries.at[static_cast<std::size_t>(position)][h];
+    std::vector<double> row;
+    for (std::size_t t = 0; t < prompt; ++t)
+      row.push_back(dot(q, seen.keys.at[t][h / static_cast<std::size_t>(run.group())]) /
+                    std::sqrt(static_cast<double>(q.size())));
+    if (softmaxed) row = softmax(row);
+    for (std::size_t t = 0; t < prompt; ++t) most[t] = std::max(most[t], row[t]);
+  }
+  return most;
+}
+
+}  // namespace
+
+TEST_CASE("omnikv: what each layer does, by hand") {
+  using omnikv::Role;
+  CHECK(omnikv::layers_of("2,8,18") == std::vector<int>{2, 8, 18});
+  CHECK(omnikv::layers_of("0, 3") == std::vector<int>{0, 3});
+  // The card: of 32 layers, {0,1,2,3,8,9,18,19} are dense.
+  const auto roles = omnikv::roles_of({2, 8, 18}, 1, 32, true);
+  std::vector<int> whole;
+  for (int l = 0; l < 32; ++l)
+    if (roles[static_cast<std::size_t>(l)] != Role::sparse) whole.push_back(l);
+  CHECK(whole == std::vector<int>{0, 1, 2, 3, 8, 9, 18, 19});
+  CHECK(omnikv::roles_of({0, 2}, 0, 4, true) ==
+        std::vector<Role>{Role::filter, Role::sparse, Role::filter, Role::sparse});
+  CHECK(omnikv::roles_of({0}, 1, 3, false) == std::vector<Role>{Role::filter, Role::dense, Role::own});
+  for (const char* bad : {"", "2,", ",2", "2,2", "8,2", "a", "2;8", "-1"})
+    CHECK_THROWS_WITH(omnikv::layers_of(bad), Catch::Contains("got filter_layers '" + std::string(bad) + "'"));
+  CHECK_THROWS_WITH(omnikv::roles_of({2, 8}, 1, 8, true),
+                    Catch::Contains("got filter layer 8, wanted one of the model's 8"));
+  CHECK_THROWS_WITH(omnikv::roles_of({1}, 1, 3, true), Catch::Contains("are all 3 layers"));
+}
+
+// The card's vectors of two heads: raw logits and shares choose alike, until one head's logits are far apart.
+TEST_CASE("omnikv: the card's two heads") {
+  const std::vector<double> other{4, 1, 3, 0};
+  const auto chosen = [&](const std::vector<double>& first, bool softmaxed) {
+    std::vector<double> most;
+    const auto a = softmaxed ? softmax(first) : first, b = softmaxed ? softmax(other) : other;
+    for (std::size_t t = 0; t < 4; ++t) most.push_back(std::max(a[t], b[t]));
+    return best(most, positions_to(4), 2);
+  };
+  CHECK(chosen({1, 5, 2, 0}, false) == std::vector<int>{0, 1});
+  CHECK(chosen({1, 5, 2, 0}, true) == std::vector<int>{0, 1});
+  CHECK(chosen({1, 20, 18, 0}, false) == std::vector<int>{1, 2});
+  CHECK(chosen({1, 20, 18, 0}, true) == std::vector<int>{0, 1});
+}
+
+TEST_CASE("omnikv reads on real text what a plain implementation reads") {
+  const bool softmaxed = GENERATE(false, true), shared = GENERATE(true, false);
+  CAPTURE(softmaxed, shared);
+  constexpr int tokens = 20;
+  OnText run(Role::policy, "omnikv",
+             {{"filter_layers", std::string("1,4")},
+              {"score_by", std::string(softmaxed ? "softmax_before_last" : "last")},
+              {"shared_choice", shared}},
+             tokens, prompt + steps, 8);
+  const std::vector<int> filter_of{-1, -1, -1, 1, -1, -1, 4, 4};
+  REQUIRE(run.config().layers == static_cast<int>(filter_of.size()));
+  run.prefill(prompt);
+  for (int step = 0; step < steps; ++step) {
+    run.step();
+    for (int layer = 0; layer < run.config().layers; ++layer) {
+      CAPTURE(step, layer);
+      const auto& read = run.layer(layer).read[static_cast<std::size_t>(step)];
+      const int filter = filter_of[static_cast<std::size_t>(layer)];
+      if (filter < 0) {
+        CHECK(read.empty());
+        continue;
+      }
+      std::vector<int> wanted =
+          best(greatest(run, shared ? filter : layer, prompt + step, softmaxed), positions_to(prompt), tokens);
+      for (int p = prompt; p <= prompt + step; ++p) wanted.push_back(p);
+      REQUIRE(read.size() == static_cast<std::size_t>(run.config().kv_heads));
+      for (std::vector<int> head : read) {
+        std::sort(head.begin(), head.end());
+        CHECK(head == wanted);
+      }
+      CHECK(run.kept(layer, 0) == positions_to(prompt + step + 1));
+    }
+  }
+}
+
+TEST_CASE("omnikv: a ratio is one of the prompt, and a short prompt is read as a whole") {
+  const auto read = [](int tokens, int of_prompt) {
+    OnText run(Role::policy, "omnikv", {{"filter_layers", std::string("0")}, {"wait_layers", std::int64_t{0}}}, tokens,
+               64, 8);
+    run.prefill(of_prompt);
+    run.step();
+    run.step();
+    return run.layer(5).read[1][2].size();
+  };
+  CHECK(read(7, 30) == 7 + 2);
+  CHECK(read(40, 30) == 30 + 2);
+  CHECK(read(40, 1) == 1 + 2);
+}
+
+TEST_CASE("omnikv: what it cannot obey is refused") {
+  const auto with = [](const std::string& layers, int budget) {
+    return OnText(Role::policy, "omnikv", {{"filter_layers", layers}}, budget, 64, 8);
+  };
+  CHECK_THROWS_WITH(with("2,8,18", 16), Catch::Contains("got filter layer 18, wanted one of the model's 8 layers"));
+  CHECK_THROWS_WITH(with("4,2", 16), Catch::Contains("wanted ascending numbers"));
+}

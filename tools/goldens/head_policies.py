@@ -1,0 +1,115 @@
+"""Policies of head classes and of layers, in plain torch, from the papers' method descriptions.
+
+Classes come with the policy's JSON as the arrays of a profile: `profile: {name: [layer][kv_head]}`.
+"""
+import torch
+
+import policies
+from policies import Full
+
+
+class HeadClasses(Full):
+    """Heads that keep everything, and heads that keep `sinks` first tokens and `window` newest ones."""
+
+    def configure(self, spec):
+        self.sinks = spec.get("sinks", 4) if spec.get("attention_sinks", True) else 0
+        self.everything = self.classes(spec)
+
+    def prompt(self, layer, prompt):
+        return self.cut(layer, [torch.arange(prompt.n)] * self.model.kv_heads, prompt.n)
+
+    def after(self, layer, kept, mass):
+        return self.cut(layer, kept, int(kept[0][-1]) + 1)
+
+    def cut(self, layer, kept, seen):
+        newest = seen - self.window_of(seen)
+        return [head if self.everything[layer][kv] else head[(head < self.sinks) | (head >= newest)]
+                for kv, head in enumerate(kept)]
+
+
+def greatest(table, count):
+    """Marks the `count` greatest numbers of [layer][kv_head]; of equal ones the first."""
+    flat = torch.tensor(table, dtype=torch.float64).flatten()
+    marks = torch.zeros(len(flat), dtype=torch.bool)
+    marks[policies.top(flat, count)] = True
+    return marks.reshape(len(table), -1)
+
+
+class DuoAttention(HeadClasses):
+    def classes(self, spec):
+        gates = torch.tensor(spec["profile"]["gate"], dtype=torch.float64)
+        noise = torch.arange(gates.numel(), dtype=torch.float64).flip(0).reshape(gates.shape) * 1e-9  # the first is ahead
+        gates = gates.clamp(0, 1) + noise
+        return gates >= torch.quantile(gates.flatten(), spec.get("sparsity", 0.5))
+
+    def window_of(self, seen):
+        return self.spec.get("window", 256)
+
+
+class RazorAttention(HeadClasses):
+    def classes(self, spec):
+        of_heads = self.model.layers * self.model.kv_heads
+        induction = greatest(spec["profile"]["induction"], int(spec.get("induction", 0.14) * of_heads + 0.5))
+        return induction | greatest(spec["profile"]["echo"], int(spec.get("echo", 0.01) * of_heads + 0.5))
+
+    def window_of(self, seen):
+        return max(self.spec.get("window", 4000), int(self.spec.get("window_share", 0.2) * seen))
+
+    def after(self, layer, kept, mass):
+        return super().after(layer, kept, mass) if self.spec.get("while_decoding", True) else kept
+
+
+class OmniKv(Full):
+    """Filter layers choose tokens of the prompt for the layers behind them; generated tokens are always read."""
+    lists_tokens = True
+
+    def configure(self, spec):
+        self.filters = [int(layer) for layer in spec.get("filter_layers", "2,8,18").split(",")]
+        self.wait, self.score_by = spec.get("wait_layers", 1), spec.get("score_by", "last")
+        self.shared = spec.get("shared_choice", True)
+
+    def prompt(self, layer, prompt):
+        self.n = prompt.n
+        return super().prompt(layer, prompt)
+
+    def choose(self, q, k):
+        logits = (q.reshape(self.model.kv_heads, self.model.group, -1) @ k[:, :self.n].transpose(1, 2))
+        logits = logits.reshape(-1, self.n) / k.shape[-1]**0.5
+        if self.score_by == "softmax_before_last":
+            logits = logits.softmax(-1)
+        wanted = self.tokens if self.tokens is not None else int(self.budget["ratio"] * self.n)
+        return policies.top(logits.amax(0), max(1, min(wanted, self.n)))
+
+    def select(self, layer, q, k, kept):
+        last = max((filter for filter in self.filters if filter <= layer), default=None)
+        if layer == last:
+            self.chosen = self.choose(q, k)
+        if last is None or layer <= last + self.wait:
+            return kept, None
+        chosen = self.chosen if self.shared else self.choose(q, k)
+        return [torch.cat([chosen, head[head >= self.n]]) for head in kept], None
+
+
+class SparQ(Full):
+    """Scores keys by the largest components of the group's queries, sum |q|; s = q_r K_r / sqrt(D sum|q_r| / sum|q|)."""
+    lists_tokens = True
+
+    def select(self, layer, q, k, kept):
+        if layer < self.spec.get("dense_layers", 0):
+            return kept, None
+        dim, read = k.shape[-1], []
+        rank, local = self.spec.get("rank") or dim // 4, int(self.spec.get("local", 0.25) * (self.tokens - 1))
+        for kv, head in enumerate(kept):
+            queries = q[kv * self.model.group:(kv + 1) * self.model.group]
+            largest = policies.top(queries.abs().sum(0), rank)
+            large = queries[:, largest]
+            scale = (dim * large.abs().sum(1) / queries.abs().sum(1)).sqrt()
+            if not self.spec.get("norm_scale", True):
+                scale = torch.ones_like(scale)
+            score = (large @ k[kv, :, largest].T / scale[:, None]).sum(0)
+            score[len(score) - local - 1:] = torch.inf
+            read.append(head[policies.top(score, self.tokens)])
+        return read, None
+
+
+policies.POLICIES.update(duo_attention=DuoAttention, razor_attention=RazorAttention, omnikv=OmniKv, sparq=SparQ)
