@@ -13,6 +13,7 @@ namespace kvlab {
 namespace {
 
 constexpr const char* kind = "recording";
+constexpr std::int64_t most_kept = std::int64_t{1} << 30;  // bytes of cases in memory
 
 std::string group_of(std::size_t number) { return fmt::format("cases/{:06}", number); }
 
@@ -211,15 +212,24 @@ Recording::Recording(const std::string& path) : path_(path) {
   if (cases_.empty()) throw Error(Errc::result_file, "got a recording without cases, wanted one at least", path);
 }
 
-RecordedLayers Recording::layers(std::size_t number) const {
+std::shared_ptr<const RecordedLayers> Recording::layers(std::size_t number) const {
   const auto lock = h5::lock();
+  if (const auto found = kept_.find(number); found != kept_.end()) return found->second;
   const h5::File file = h5::File::open(path_);  // its bytes were checked before
   const h5::Location at = file.group(group_of(number));
   const auto rows = [&](const char* name) {
     return head_.model->dtype == DType::bf16 ? values_of(at.read_u16(name, 4)) : at.read_f32(name, 4);
   };
-  return {rows("prompt_queries"), at.read_f32("step_queries", 4), rows("keys"), rows("values"),
-          at.read_f32("prompt_mass", 3)};
+  auto out = std::make_shared<const RecordedLayers>(RecordedLayers{rows("prompt_queries"),
+                                                                   at.read_f32("step_queries", 4), rows("keys"),
+                                                                   rows("values"), at.read_f32("prompt_mass", 3)});
+  std::size_t numbers = 0;
+  for (const auto* array : {&out->prompt_queries, &out->step_queries, &out->keys, &out->values, &out->prompt_mass})
+    numbers += array->size();
+  const auto bytes = static_cast<std::int64_t>(numbers * sizeof(float));
+  if (kept_bytes_ + bytes > most_kept) return out;
+  kept_bytes_ += bytes;
+  return kept_[number] = std::move(out);
 }
 
 std::vector<std::size_t> Recording::cases_of(const std::string& task, std::int64_t seed) const {

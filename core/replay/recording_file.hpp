@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -58,7 +59,8 @@ class Recording {
   const std::string& path() const { return path_; }
   const RecordingHead& head() const { return head_; }
   const std::vector<RecordedCase>& cases() const { return cases_; }
-  RecordedLayers layers(std::size_t number) const;
+  // They stay in memory for later calls, until all that do take 1 GiB.
+  std::shared_ptr<const RecordedLayers> layers(std::size_t number) const;
   // The numbers of the cases of a task and a seed, in order.
   std::vector<std::size_t> cases_of(const std::string& task, std::int64_t seed) const;
 
@@ -66,6 +68,8 @@ class Recording {
   std::string path_;
   RecordingHead head_;
   std::vector<RecordedCase> cases_;
+  mutable std::map<std::size_t, std::shared_ptr<const RecordedLayers>> kept_;  // by number; h5::lock() guards both
+  mutable std::int64_t kept_bytes_ = 0;
 };
 
 }  // namespace kvlab

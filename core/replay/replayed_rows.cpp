@@ -24,18 +24,18 @@ void ReplayedRows::read(int layer, std::int64_t first, std::int64_t n, float* qu
   const auto prompt = static_cast<std::int64_t>(c.prompt.size());
   const std::int64_t of_prompt = std::clamp<std::int64_t>(prompt - first, 0, n);
   if (of_prompt > 0)
-    std::copy_n(layers_.prompt_queries.data() + (layer * prompt + first) * query, of_prompt * query, queries);
+    std::copy_n(layers_->prompt_queries.data() + (layer * prompt + first) * query, of_prompt * query, queries);
   if (of_prompt < n)
-    std::copy_n(layers_.step_queries.data() + (layer * c.steps() + first + of_prompt - prompt) * query,
+    std::copy_n(layers_->step_queries.data() + (layer * c.steps() + first + of_prompt - prompt) * query,
                 (n - of_prompt) * query, queries + of_prompt * query);
   const std::int64_t entry = (layer * c.tokens() + first) * key;
-  std::copy_n(layers_.keys.data() + entry, n * key, keys);
-  std::copy_n(layers_.values.data() + entry, n * key, values);
+  std::copy_n(layers_->keys.data() + entry, n * key, keys);
+  std::copy_n(layers_->values.data() + entry, n * key, values);
 }
 
 std::span<const float> ReplayedRows::prompt_mass(int layer) const {
   const auto of_layer = static_cast<std::size_t>(recording_->head().model->config.heads) * of(used_).prompt.size();
-  return std::span(layers_.prompt_mass).subspan(static_cast<std::size_t>(layer) * of_layer, of_layer);
+  return std::span(layers_->prompt_mass).subspan(static_cast<std::size_t>(layer) * of_layer, of_layer);
 }
 
 }  // namespace kvlab

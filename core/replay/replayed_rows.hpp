@@ -27,7 +27,7 @@ class ReplayedRows final : public RecordedRows {
   std::shared_ptr<const Recording> recording_;
   std::vector<std::size_t> cases_;
   std::size_t used_ = std::numeric_limits<std::size_t>::max();
-  RecordedLayers layers_;
+  std::shared_ptr<const RecordedLayers> layers_;
 };
 
 }  // namespace kvlab

@@ -215,7 +215,8 @@ TEST_CASE("a recording of equal numbers, which deflate to almost nothing, can be
   std::fill(both.layers.prompt_queries.begin(), both.layers.prompt_queries.end(), -2.f);
   const test::TempDir folder;
   both.write(folder / "r.h5");
-  const RecordedLayers read = Recording(folder / "r.h5").layers(0);
+  const Recording recording(folder / "r.h5");
+  const RecordedLayers& read = *recording.layers(0);
   CHECK(read.keys == both.layers.keys);
   CHECK(read.values == both.layers.values);
   CHECK(read.prompt_queries == both.layers.prompt_queries);
