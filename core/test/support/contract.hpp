@@ -97,12 +97,20 @@ class Subjects {
       if (under_test(*p)) add(*p, p->name, [&](PolicySpec& s) { s.selector = use(*p); });
     for (const PluginInfo* p : all(Role::policy))
       if (under_test(*p)) add(*p, p->name, [&](PolicySpec& s) { s.policy = use(*p); });
-    for (const PluginInfo* p : all(Role::budget))
-      for (const PluginInfo* scorer : scorers)
-        if (under_test(*p))
+    // In this tree adakv, which divides by the scores, meets all scorers. Each other budget meets snapkv and three
+    // more, in turn. KVLAB_CONTRACT_PAIRS=all asks every pair.
+    std::size_t next = 0;
+    for (const PluginInfo* p : all(Role::budget)) {
+      if (!under_test(*p)) continue;
+      const bool all_pairs = p->name == "adakv" || !of_the_tree() || every_pair();
+      for (std::size_t i = 0; i < scorers.size(); ++i) {
+        const bool in_turn = (i + scorers.size() - next % scorers.size()) % scorers.size() < 3;
+        if (const PluginInfo* scorer = scorers[i]; all_pairs || in_turn || scorer->name == "snapkv")
           add(*p, scorer->name + "+" + p->name, [&](PolicySpec& s) { s.scorer = use(*scorer), s.split = use(*p); });
-    // In this tree int8 meets all scorers and selectors. Each other codec meets one of both, in turn: they differ in
-    // formats alone. KVLAB_CONTRACT_PAIRS=all asks every pair.
+      }
+      if (!all_pairs) next += 3;
+    }
+    // int8 meets all scorers and selectors. Each other codec meets one of both, in turn: they differ in formats alone.
     int turn = 0;
     for (const PluginInfo* p : codecs) {
       if (under_test(*p)) add(*p, "full+" + p->name, [&](PolicySpec& s) { s.codec = use(*p); });
