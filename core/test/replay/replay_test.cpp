@@ -116,7 +116,7 @@ constexpr const char* policies_of_all_kinds = R"(
   - expected_attention: {budget: {tokens: 32}}
   - oracle_evict: {budget: {tokens: 32}}
   - quest: {budget: {tokens: 32}, dense_layers: 0}
-  - oracle: {budget: {tokens: 32}}
+  - oracle: {budget: {tokens: 32}, dense_layers: 0}
   - {name: placed, selector: quest, budget: {tokens: 32}, dense_layers: 0, placement: {tier: host, resident: 48}}
   - {name: coded, scorer: snapkv, window: 8, budget: {tokens: 32}, codec: int8}
 )";
