@@ -36,6 +36,10 @@ void check_cell(const CellInput& given) {
     throw Error(Errc::config,
                 "got a workload for '" + in.policy().name +
                     "', wanted none: it looks at a run of the full cache on the same prompts, one by one");
+  if (needs.output_projection() && !in.experiment->recording.empty())
+    throw Error(Errc::config,
+                "got '" + in.policy().name +
+                    "' for a replay, wanted a policy without projected_norms(): a recording has no output projection");
   in.full_runs = full_runs_for(in, needs);
   Engine::check(*in.model, *cell_policy(in), engine_options(in, 1));
   try {

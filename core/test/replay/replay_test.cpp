@@ -252,6 +252,8 @@ TEST_CASE("replays refuse what a recording lacks before any work") {
   CHECK_THROWS_WITH(refused("  - full\n", "prefill_chunk: 32\n")(), Catch::Contains("got 'prefill_chunk'"));
   CHECK_THROWS_WITH(refused("  - full\n", "backend: cuda\n")(), Catch::Contains("replay runs on the CPU"));
   CHECK_THROWS_WITH(refused("  - nosuch\n")(), Catch::Contains("p.yaml:3"));
+  CHECK_THROWS_WITH(refused("  - criticalkv: {budget: {tokens: 32}}\n")(),
+                    Catch::Contains("p.yaml:3") && Catch::Contains("a recording has no output projection"));
   CHECK(!fs::exists(c.path("x.h5")));
   c.experiment("  - full\n");
   CHECK_THROWS_WITH(run_experiment(
