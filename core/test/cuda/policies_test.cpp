@@ -12,7 +12,8 @@ using namespace kvlab::cases;
 namespace {
 
 const int prompt_tokens = quick() ? 60 : 90, answer_tokens = quick() ? 3 : 5;
-constexpr int limit = 32;
+// More than half of the prompt: heterocache's pivots keep all tokens of half of the heads in the subjects' profile.
+const int limit = quick() ? 32 : 48;
 
 std::shared_ptr<const Model> model_on(Device device, const std::string& name) {
   static std::map<std::pair<Device, std::string>, std::shared_ptr<const Model>> known;
@@ -75,7 +76,8 @@ TEST_CASE("cuda policies: without a limit they give the CPU's logits and keep ev
     CHECK(worst(cuda.logits, cpu.logits) < limit_of(s));
     if (s.own_amount) continue;
     CHECK(cuda.kept == cpu.kept);
-    CHECK(cuda.fired == 0);
+    CHECK(cuda.fired == cpu.fired);
+    if (!s.keeps_tokens) CHECK(cuda.fired == 0);  // pages become codes, whatever the budget
   }
 }
 
@@ -87,7 +89,8 @@ TEST_CASE("cuda policies: with a budget they keep what they keep on the CPU") {
       const PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, limit);
       const Run cpu = run(Device::cpu, spec, name), cuda = run(Device::cuda, spec, name);
       CHECK(finite(cuda.logits));
-      CHECK(cuda.fired > 0);
+      CHECK((cuda.fired > 0) == (cpu.fired > 0));
+      if (!s.own_amount) CHECK(cuda.fired > 0);
       REQUIRE(cuda.kept.size() == cpu.kept.size());
       CHECK(count_of(cuda.kept) == Approx(count_of(cpu.kept)).epsilon(0.02));
       CHECK(overlap(cuda.kept, cpu.kept) > 0.9);
@@ -107,15 +110,16 @@ TEST_CASE("cuda policies: evictions while decoding and moves between tiers are t
       CAPTURE(s.label, host);
       PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, limit);
       if (host) spec.placement.tier = Tier::host, spec.placement.resident = 16;
-      if (s.evicts() && subjects().policy(spec)->needs().window_queries() == 0) spec.schedule.every = every;
+      const Needs needs = subjects().policy(spec)->needs();
+      if (s.evicts() && !s.keeps_tokens && needs.window_queries() == 0) spec.schedule.every = every;
       const Run cpu = run(Device::cpu, spec, "llama-gqa3"), cuda = run(Device::cuda, spec, "llama-gqa3");
-      // bf16 may not tell scores apart. Then another token stays, or attention reads another page.
+      // bf16 may not tell scores apart. Then another token stays, or attention reads others.
       CHECK(overlap(cuda.left, cpu.left) > 0.9);
-      const bool reads_pages = subjects().policy(spec)->needs().page_summary() != Summary::none;
+      const bool reads_pages = spec.selector || needs.page_summary() != Summary::none;
       if (reads_pages || cuda.kept != cpu.kept || cuda.left != cpu.left) continue;
       const double tolerance = limit_of(s);
       const auto first = [](const Logits& l) { return Logits(l.begin(), l.begin() + 1 + every); };
-      CHECK(worst(first(cuda.logits), first(cpu.logits)) < tolerance);
+      if (!spec.policy) CHECK(worst(first(cuda.logits), first(cpu.logits)) < tolerance);
       if (!(worst(cuda.logits, cpu.logits) < tolerance)) continue;  // an eviction in between chose other tokens
       ++alike;
       CHECK(cuda.fired == cpu.fired);
