@@ -287,6 +287,13 @@ void check_rows(OnCache& x) {
           "row_quadratic", scores.view(), 1e-4, [&](Scores out) { ops::row_quadratic(there, matrix_there, out, s); },
           [&](Scores out) { ops::row_quadratic_reference(plain, matrix.view(), out); });
     }
+    const std::int64_t many = 70 * x.c.kv_heads();  // more vectors than a kernel's pass takes
+    Numbers<3> vectors(x, {rows, many, dim});
+    const auto vectors_there = vectors.put();
+    x.same<3>(
+        "row_dot of many vectors", Guarded<3>({rows, many, room}).view(), Tolerance{}.score,
+        [&](Scores out) { ops::row_dot(there, vectors_there, out, s); },
+        [&](Scores out) { ops::row_dot_reference(plain, vectors.view(), false, out); });
   }
 }
 

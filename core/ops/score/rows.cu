@@ -6,6 +6,7 @@
 #include "base/device_op.hpp"
 #include "ops/page/ranks.cuh"
 #include "ops/score/heads.cuh"
+#include "ops/score/row_tiles.hpp"
 
 namespace kvlab::ops {
 namespace {
@@ -179,7 +180,7 @@ void read_rows_cuda(const KvRows& from, View<float, 4> out, Stream s) {
 
 void row_product_cuda(const KvRows& from, View<const float, 3> vectors, bool cosine, Scores out, Stream s) {
   const PagedKv& kv = *from.kv;
-  if (kv.rows == 0) return;
+  if (kv.rows == 0 || (!cosine && row_dot_tiles(from, vectors, out, s))) return;
   row_product_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv), warps), score_threads, 0, stream_of(s)>>>(
       rows_of(from, s), vectors, static_cast<int>(vectors.extent[1]) / kv.kv_heads, cosine, out);
   check_launch("row_dot");

@@ -1,0 +1,134 @@
+// Products of cached rows with many vectors. A warp multiplies tiles of 16 tokens, so it reads a row once for all vectors
+// of a pass. A vector takes two columns: its rounded value and the rest.
+#include "ops/score/row_tiles.hpp"
+
+#include <algorithm>
+
+#include "base/cuda.cuh"
+#include "base/launch.cuh"
+#include "base/ptx.cuh"
+#include "ops/page/paged.cuh"
+#include "ops/score/heads.cuh"
+
+namespace kvlab::ops {
+namespace {
+
+using namespace cuda;
+
+constexpr int warps = score_threads / 32, tile_tokens = 16, column_vectors = 4;
+
+struct Tiles {
+  DeviceKv kv;
+  std::int64_t side;  // where the side's rows begin in a frame
+  View<const float, 3> vectors;
+  View<float, 3> out;
+  int group, passes;  // vectors of a KV head, and parts of them
+};
+
+// Vectors of a pass: their fragments take at most 32 KiB.
+template <int Chunks>
+constexpr int pass_vectors = Chunks > 4 ? 32 : 64;
+
+// Lays out `count` vectors from `first` on as the columns of tensor core products, [column tile, chunk, lane].
+template <class T, int Chunks>
+__device__ __forceinline__ void lay_out(const Tiles& a, int row, int first, int count, int columns, uint4* fragments) {
+  for (int i = static_cast<int>(threadIdx.x); i < columns * Chunks * 32; i += score_threads) {
+    const int of = i % 32, chunk = i / 32 % Chunks, vector = i / 32 / Chunks * column_vectors + of / 8;
+    unsigned out[4] = {};
+    if (vector < count) {
+      const float* v = &a.vectors(row, first + vector, chunk * 32 + of % 4 * 8);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        out[k] = Pair<T>::pack(v[2 * k], v[2 * k + 1]);
+        if (of / 4 % 2) {
+          float x, y;
+          Pair<T>::unpack(out[k], x, y);
+          out[k] = Pair<T>::pack(v[2 * k] - x, v[2 * k + 1] - y);
+        }
+      }
+    }
+    fragments[i] = make_uint4(out[0], out[1], out[2], out[3]);
+  }
+}
+
+template <class T, int Chunks>
+__global__ void __launch_bounds__(score_threads) row_tiles_kernel(const __grid_constant__ Tiles a) {
+  extern __shared__ uint4 fragments[];
+  const int kv_head = static_cast<int>(blockIdx.y) / a.passes, pass = static_cast<int>(blockIdx.y) % a.passes,
+            row = static_cast<int>(blockIdx.z);
+  const int offset = pass * pass_vectors<Chunks>, first = kv_head * a.group + offset,
+            count = min(pass_vectors<Chunks>, a.group - offset), columns = (count + column_vectors - 1) / column_vectors;
+  lay_out<T, Chunks>(a, row, first, count, columns, fragments);
+  __syncthreads();
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32, quarter = lane % 4;
+  const int n = entries_of(a.kv, row, kv_head, 1, a.out.extent[2]);
+  const unsigned fragment = shared_address(fragments + lane);
+  for (int tile = static_cast<int>(blockIdx.x) * warps + warp; tile * tile_tokens < n;
+       tile += static_cast<int>(gridDim.x) * warps) {
+    int t[2];
+    uint4 x[2][Chunks];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      t[half] = tile * tile_tokens + lane / 4 + 8 * half;
+      const auto token = a.kv.token(row, kv_head, min(t[half], n - 1));
+      const auto* from = reinterpret_cast<const uint4*>(token.frame + a.side + token.offset * (Chunks * 64)) + quarter;
+#pragma unroll
+      for (int c = 0; c < Chunks; ++c) x[half][c] = __ldg(from + 4 * c);
+    }
+    for (int column = 0; column < columns; ++column) {
+      float sum[4] = {};
+#pragma unroll
+      for (int c = 0; c < Chunks; ++c) {
+        const uint4 b = load_shared16(fragment + (column * Chunks + c) * 512);
+        mma16816<T>(sum, x[0][c].x, x[1][c].x, x[0][c].y, x[1][c].y, b.x, b.y);
+        mma16816<T>(sum, x[0][c].z, x[1][c].z, x[0][c].w, x[1][c].w, b.z, b.w);
+      }
+      const int vector = column * column_vectors + quarter;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (vector < count && t[half] < n) a.out(row, first + vector, t[half]) = sum[2 * half] + sum[2 * half + 1];
+    }
+  }
+}
+
+template <class T, int Chunks>
+void launch_tiles(Tiles& a, Stream s) {
+  const PagedKv& kv = a.kv.kv;
+  a.passes = (a.group + pass_vectors<Chunks> - 1) / pass_vectors<Chunks>;
+  const int most = std::min(a.group, pass_vectors<Chunks>), columns = (most + column_vectors - 1) / column_vectors;
+  const dim3 grid = grid_of(std::int64_t{kv.kv_heads} * a.passes, kv.rows, capacity(kv), warps * tile_tokens);
+  const auto kernel = row_tiles_kernel<T, Chunks>;
+  kernel<<<grid, score_threads, columns * Chunks * 512, stream_of(s)>>>(a);
+  check_launch("row_dot");
+}
+
+template <class T>
+void launch_dim(Tiles& a, Stream s) {
+  switch (a.kv.kv.head_dim) {
+    case 64: return launch_tiles<T, 2>(a, s);
+    case 96: return launch_tiles<T, 3>(a, s);
+    case 128: return launch_tiles<T, 4>(a, s);
+    default: return launch_tiles<T, 8>(a, s);
+  }
+}
+
+}  // namespace
+
+bool row_dot_tiles(const KvRows& rows, View<const float, 3> vectors, Scores out, Stream s) {
+  const PagedKv& kv = *rows.kv;
+  const PageLayout& layout = kv.layouts[0];
+  const bool keys = rows.side == KvSide::key;
+  const int dim = kv.head_dim;
+  if (kv.lower_pages || (keys ? layout.codec.k : layout.codec.v).bits > 0 ||
+      (layout.dtype != DType::bf16 && layout.dtype != DType::f16) ||
+      (dim != 64 && dim != 96 && dim != 128 && dim != 256) || (keys && kv.rope == RopeRegime::cache_relative))
+    return false;
+  Tiles a{DeviceKv(kv),  keys ? layout.k : layout.v, vectors, out, static_cast<int>(vectors.extent[1]) / kv.kv_heads, 1};
+  if (layout.dtype == DType::f16)
+    launch_dim<__half>(a, s);
+  else
+    launch_dim<__nv_bfloat16>(a, s);
+  return true;
+}
+
+}  // namespace kvlab::ops
