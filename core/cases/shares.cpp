@@ -1,4 +1,4 @@
-// Sums over a head's tokens and over rows, tokens of a share, and listed tokens.
+// Sums over a head's tokens and over rows, tokens of a share and lists of them, and listed tokens.
 #include <fmt/format.h>
 #include <kvlab/ops.hpp>
 
@@ -59,15 +59,19 @@ float share_of(unsigned kind, float normal, std::mt19937& rng) {
   }
 }
 
+// Scores of one kind for all heads of a cache.
+void fill(OnCache& x, unsigned kind, const Scores& scores) {
+  for (std::int64_t r = 0; r < scores.extent[0]; ++r)
+    for (std::int64_t h = 0; h < scores.extent[1]; ++h)
+      for (std::int64_t t = 0; t < scores.extent[2]; ++t) scores(r, h, t) = share_of(kind, scores(r, h, t), x.c.rng);
+}
+
 void check_shares(OnCache& x) {
   const Stream s = x.stream();
   for (const std::int64_t heads : {x.c.kv_heads(), x.c.heads()})
     for (unsigned kind = 0; kind < 6; ++kind) {
       Numbers<3> scores(x, {x.c.rows(), heads, x.c.room()});
-      for (std::int64_t r = 0; r < x.c.rows(); ++r)
-        for (std::int64_t h = 0; h < heads; ++h)
-          for (std::int64_t t = 0; t < x.c.room(); ++t)
-            scores.own()(r, h, t) = share_of(kind, scores.own()(r, h, t), x.c.rng);
+      fill(x, kind, scores.own());
       const auto there = scores.put();
       for (const Pins& pins : some_pins)
         for (const float share : {.5f, .9f, 1.f}) {
@@ -77,6 +81,28 @@ void check_shares(OnCache& x) {
               Guarded<2>({x.c.rows(), heads}).view(), 0,
               [&](View<float, 2> out) { ops::tokens_of_share(x.there, there, share, pins, out, s); },
               [&](View<float, 2> out) { ops::tokens_of_share_reference(x.kv, scores.view(), share, pins, out); });
+        }
+    }
+}
+
+// Entries behind a count must stay as they are.
+void check_top_p(OnCache& x) {
+  const std::array<std::int64_t, 3> extent{x.c.rows(), x.c.kv_heads(), x.c.room()};
+  for (const std::int64_t heads : {x.c.kv_heads(), x.c.heads()})
+    for (unsigned kind = 0; kind < 6; ++kind) {
+      Numbers<3> weights(x, {x.c.rows(), heads, x.c.room()});
+      fill(x, kind, weights.own());
+      const auto there = weights.put();
+      for (const Pins& pins : some_pins)
+        for (const float p : {.5f, .9f, 1.f}) {
+          const auto scope = x.check.in(
+              fmt::format("top_p_tokens {} of {} heads, kind {}, pins {} and {}", p, heads, kind, pins.first, pins.last));
+          ListMemory wanted, start;
+          const TokenList plain{wanted.empty(extent)}, list{x.place.put(start.empty(extent))};
+          ops::top_p_tokens_reference(x.kv, weights.view(), p, pins, plain);
+          ops::top_p_tokens(x.there, there, p, pins, list, x.stream());
+          x.check.equal("counts", x.place.get(list.count), wanted.count);
+          x.check.equal("entries", x.place.get(list.index), wanted.index);
         }
     }
 }
@@ -137,6 +163,7 @@ void check_abs_sums(OnCache& x) {
 std::vector<Case> list() {
   return {on_caches("shares", "sums of heads", 36, check_sums),
           on_caches("shares", "tokens of a share", 36, check_shares),
+          on_caches("shares", "lists of tokens of a share", 36, check_top_p),
           on_caches("shares", "listed tokens", 36, check_listed),
           on_caches("shares", "sums of absolute numbers", 36, check_abs_sums)};
 }

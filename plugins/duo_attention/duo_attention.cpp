@@ -1,10 +1,9 @@
 // DuoAttention: retrieval heads keep every token. Streaming heads keep attention sinks and the newest tokens. A gate of
 // each KV head, from a profile, says which is which. Xiao et al., ICLR 2025.
 #include <kvlab/plugin.hpp>
+#include <kvlab/statistics.hpp>
 
 #include <limits>
-
-#include "heads.hpp"
 
 namespace {
 
@@ -20,13 +19,9 @@ class DuoAttention final : public kvlab::Policy {
   void load_profile(const kvlab::Profile& profile) override { gates_ = profile.at("gate").values; }
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
-    const auto heads = static_cast<std::size_t>(shape.layers) * static_cast<std::size_t>(shape.kv_heads);
-    if (!reads_gates_) gates_.assign(heads, 0);
-    if (gates_.size() != heads)
-      throw kvlab::Error(kvlab::Errc::config, "got " + std::to_string(gates_.size()) + " gates, wanted " +
-                                                  std::to_string(heads) + ", one of each KV head");
+    if (!reads_gates_) gates_.assign(static_cast<std::size_t>(shape.layers * shape.kv_heads), 0);
     std::vector<std::int32_t> keep;
-    for (const bool retrieval : duo_attention::retrieval_heads(gates_, sparsity_))
+    for (const bool retrieval : kvlab::retrieval_heads(gates_, sparsity_, shape))
       keep.push_back(retrieval ? std::numeric_limits<std::int32_t>::max() : pins_.first + pins_.last);
     keep_ = kvlab::HeadConstants<std::int32_t>("tokens to keep", shape, keep, w);
     const std::vector<kvlab::Pins> pins(static_cast<std::size_t>(shape.max_slots), pins_);

@@ -1,4 +1,4 @@
-#include "heads.hpp"
+#include <kvlab/statistics.hpp>
 
 #include "support/on_text.hpp"
 
@@ -38,7 +38,6 @@ OnText on_text(const std::map<std::string, ParamValue>& given, const OnText::Mak
 }  // namespace
 
 TEST_CASE("duo_attention: the quantile of gates, by hand") {
-  using duo_attention::retrieval_heads;
   using Marks = std::vector<bool>;
   // The median of .9, .1, .5 and .5 with noise lies between both halves.
   CHECK(retrieval_heads({.9f, .1f, .5f, .5f + 1e-7f}, .5) == Marks{true, false, false, true});

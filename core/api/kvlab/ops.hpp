@@ -64,6 +64,13 @@ void read_rows(const KvRows& rows, View<float, 4> out, Stream s);
 void row_dot(const KvRows& rows, View<const float, 3> vectors, Scores out, Stream s);
 void row_cosine(const KvRows& rows, View<const float, 3> vectors, Scores out, Stream s);
 
+// row_dot for the tokens of the listed pages; -inf for the head's other tokens. `pages` is one list for each KV head.
+// With `bits` from 1 to 8, x is what codes of so many bits give of it: the nearest min + scale * code, ties to even,
+// with scale = (max - min) / (2^bits - 1) over the row's elements. 0 leaves x alone. It reads no other page; in the
+// regime cache_relative it reads all positions. Bytes: that side of the listed pages, and out.
+void listed_row_dot(const KvRows& rows, View<const float, 3> vectors, const PageList& pages, int bits, Scores out,
+                    Stream s);
+
 // out[row, head, token] = x . matrix[row, head] x, with heads and x as in row_dot. Bytes: that side of the layer's
 // cache and the matrices; head_dim^2 multiplications per token and head.
 void row_quadratic(const KvRows& rows, View<const float, 4> matrix, Scores out, Stream s);
@@ -145,6 +152,13 @@ void set_listed(const TokenList& list, float value, Scores scores, Stream s);
 // scores, 33 times on a GPU, and the positions if there are pins.
 void tokens_of_share(const PagedKv& kv, View<const float, 3> scores, float share, Pins leave_out, View<float, 2> out,
                      Stream s);
+
+// list = for each KV head, as ascending places, the tokens that one of its heads of `weights` takes, and those that
+// pins name. weights: [row, query head or KV head, token]. A head takes the fewest tokens, best first, whose weights
+// add up to `p` of the sum over its tokens. NaN and what is below 0 count as 0, and weights of 0 are never taken. p = 1
+// takes all others. Below 1, one infinite weight is enough. Sums are in f64. 0 < p <= 1. list has room for all tokens
+// that it gets. Bytes: the weights, 33 times on a GPU, and the positions if there are pins.
+void top_p_tokens(const PagedKv& kv, View<const float, 3> weights, float p, Pins pins, TokenList list, Stream s);
 
 // The three ops of a column read and write no page of a head that `heads` leaves out.
 // column[token] += mass[row, query head, token], reduced over the group by `rule`. Bytes: mass, and the column twice.

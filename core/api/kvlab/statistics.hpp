@@ -1,5 +1,5 @@
 // Tools for profilers, and for policies that read profiles: means per layer and head, values per sequence, best pages,
-// divisions by weight, and common statistics.
+// divisions by weight, retrieval heads, and common statistics.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "kvlab/error.hpp"
 #include "kvlab/ops.hpp"
 #include "kvlab/params.hpp"
 #include "kvlab/policy.hpp"
@@ -102,6 +103,35 @@ inline std::vector<double> divided(const std::vector<double>& weights, double to
     if (full) total -= 1, sum -= weights[i];
   }
   return shares;
+}
+
+// The retrieval heads of DuoAttention: those whose gate reaches the quantile `sparsity` of all gates, as numpy
+// interpolates it. The authors add noise below 1e-6 to tell equal gates apart. Here the earlier of equal heads comes
+// first. Sparsity 1 leaves no head, and gates are cut to 0 to 1, as in their code.
+inline std::vector<bool> retrieval_heads(const std::vector<float>& gates, double sparsity) {
+  std::vector<bool> retrieval(gates.size());
+  if (sparsity >= 1 || gates.empty()) return retrieval;
+  for (std::size_t i = 0; i < gates.size(); ++i)
+    if (!std::isfinite(gates[i]))
+      throw Error(Errc::config, "got the gate " + std::to_string(gates[i]) + " of KV head " + std::to_string(i) +
+                                    ", counted over all layers, wanted a number");
+  std::vector<std::size_t> order(gates.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  const auto gate = [&](std::size_t i) { return std::clamp(gates[i], 0.f, 1.f); };
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return gate(a) > gate(b); });
+  const auto last = static_cast<double>(gates.size() - 1);
+  order.resize(gates.size() - static_cast<std::size_t>(std::ceil(sparsity * last)));
+  for (const std::size_t head : order) retrieval[head] = true;
+  return retrieval;
+}
+
+// The same of a profile's array `gate`, whose size is checked.
+inline std::vector<bool> retrieval_heads(const std::vector<float>& gates, double sparsity, const Shape& shape) {
+  const std::size_t heads = static_cast<std::size_t>(shape.layers) * static_cast<std::size_t>(shape.kv_heads);
+  if (gates.size() != heads)
+    throw Error(Errc::config, "got " + std::to_string(gates.size()) + " gates, wanted " + std::to_string(heads) +
+                                  ", one of each KV head");
+  return retrieval_heads(gates, sparsity);
 }
 
 // Entropy of a probability row, in nats.

@@ -19,6 +19,8 @@ void combine_reference(Scores out, View<const float, 3> in, Combine rule, float 
 void softmax_reference(const PagedKv& kv, Scores scores, float temperature);
 void read_rows_reference(const KvRows& rows, View<float, 4> out);
 void row_dot_reference(const KvRows& rows, View<const float, 3> vectors, bool cosine, Scores out);
+void listed_row_dot_reference(const KvRows& rows, View<const float, 3> vectors, const PageList& pages, int bits,
+                              Scores out);
 void row_quadratic_reference(const KvRows& rows, View<const float, 4> matrix, Scores out);
 void normalised_mean_reference(const KvRows& rows, View<float, 3> out);
 void recency_reference(const PagedKv& kv, Scores out);

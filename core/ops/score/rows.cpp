@@ -15,18 +15,34 @@ namespace {
 
 constexpr int block_tokens = 128;  // tokens decoded at once
 
-// Calls visit(place, rows, count) for runs of a head's decoded rows, in order. Keys are as attention reads them.
+// Calls visit(place, rows, count) for runs of a head's decoded rows, in order: of all its pages, or of listed ones. Keys
+// are as attention reads them.
 template <class Visit>
-void for_rows(const KvRows& rows, int row, int head, const HeadRanks& ranks, const Visit& visit) {
+void for_rows(const KvRows& rows, int row, int head, const HeadRanks& ranks, const Visit& visit,
+              const PageList* listed = nullptr) {
   thread_local TokenRows tokens;
   const PagedKv& kv = *rows.kv;
-  const int pages = kv.pages(row, head), block = std::max(1, block_tokens / kv.page_size);
+  const int pages = listed ? listed->count(listed->at(row), head) : kv.pages(row, head);
+  const int block = listed ? 1 : std::max(1, block_tokens / kv.page_size);
   const std::int32_t* rank = rows.side == KvSide::key ? ranks.of(row, head) : nullptr;
   for (int p = 0; p < pages; p += block) {
-    tokens.gather(kv, row, head, rows.side, nullptr, p, std::min(block, pages - p));
+    const int first = listed ? listed->index(listed->at(row), head, p) : p;
+    tokens.gather(kv, row, head, rows.side, nullptr, first, std::min(block, pages - p));
     const float* x = rank ? tokens.rotate(kv, rank, *ranks.rope()) : tokens.decode(kv.head_dim);
-    visit(p * kv.page_size, x, tokens.count());
+    visit(first * kv.page_size, x, tokens.count());
   }
+}
+
+void check_listed(const PagedKv& kv, const PageList& pages, const char* op) {
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h)
+      for (int i = 0; i < pages.count(pages.at(r), h); ++i) {
+        const int page = pages.index(pages.at(r), h, i);
+        if (page < 0 || page >= kv.pages(r, h))
+          fail(Errc::internal, op,
+               "got page " + std::to_string(page) + " in a list, wanted one of " + std::to_string(kv.pages(r, h)));
+        check_page(kv, r, h, page, op);
+      }
 }
 
 float norm(const float* x, int dim) {
@@ -47,30 +63,47 @@ HeadRanks& ranks_of(const PagedKv& kv) {
   return ranks;
 }
 
-void dot_head(const KvRows& rows, int row, int head, const View<const float, 3>& vectors, bool cosine,
+// Rounds each of `count` rows to codes of so many bits.
+void round_rows(const float* x, int count, int dim, int bits, std::vector<float>& out) {
+  out.resize(std::size_t(count) * dim);
+  for (int t = 0; t < count; ++t, x += dim) {
+    float least = INFINITY, greatest = -INFINITY;
+    for (int d = 0; d < dim; ++d) least = std::fmin(least, x[d]), greatest = std::fmax(greatest, x[d]);
+    for (int d = 0; d < dim; ++d) out[std::size_t(t) * dim + d] = rounded_to_code(x[d], least, greatest, bits);
+  }
+}
+
+void dot_head(const KvRows& rows, int row, int head, const View<const float, 3>& vectors, const RowProduct& how,
               const HeadRanks& ranks, const Scores& out) {
   const RowKernels& kernels = row_kernels();
   const int dim = rows.kv->head_dim, group = static_cast<int>(vectors.extent[1]) / rows.kv->kv_heads;
-  thread_local std::vector<float> panel, dots, length;
+  thread_local std::vector<float> panel, dots, length, rounded;
   panel.resize(std::size_t(dim) * panel_width);
   dots.resize(std::size_t(group) * panel_width);
   length.resize(group);
   for (int g = 0; g < group; ++g) length[g] = norm(&vectors(row, head * group + g, 0), dim);
-  for_rows(rows, row, head, ranks, [&](int place, const float* x, int count) {
+  for (int g = 0; how.pages && g < group; ++g)
+    std::fill_n(&out(row, head * group + g, 0), rows.kv->tokens(row, head), -INFINITY);
+  const auto visit = [&](int place, const float* x, int count) {
+    if (how.bits > 0) {
+      round_rows(x, count, dim, how.bits, rounded);
+      x = rounded.data();
+    }
     for (int t = 0; t < count; t += panel_width) {
       const int n = std::min(panel_width, count - t);
       kernels.pack_panel(x + std::int64_t{t} * dim, n, dim, panel.data());
       kernels.panel_dot(panel.data(), dim, &vectors(row, head * group, 0), vectors.stride[1], group, dots.data(),
                         panel_width);
       for (int i = 0; i < n; ++i) {
-        const float own = cosine ? norm(x + std::int64_t{t + i} * dim, dim) : 1;
+        const float own = how.cosine ? norm(x + std::int64_t{t + i} * dim, dim) : 1;
         for (int g = 0; g < group; ++g) {
-          const float by = cosine ? own * length[g] : 1;
+          const float by = how.cosine ? own * length[g] : 1;
           out(row, head * group + g, place + t + i) = by > 0 ? dots[g * panel_width + i] / by : 0;
         }
       }
     }
-  });
+  };
+  for_rows(rows, row, head, ranks, visit, how.pages);
 }
 
 // Multiplies a panel of rows by the matrix, then takes the dot product of each result with its row.
@@ -117,24 +150,34 @@ void read_rows(const KvRows& rows, View<float, 4> out, Stream s) {
       });
 }
 
-void row_product(const KvRows& rows, View<const float, 3> vectors, bool cosine, Scores out, Stream s) {
-  const char* op = cosine ? "row_cosine" : "row_dot";
-  const PagedKv& kv = resident_cache(rows.kv, op, s);
+void row_product(const KvRows& rows, View<const float, 3> vectors, const RowProduct& how, Scores out, Stream s) {
+  const char* op = how.pages ? "listed_row_dot" : how.cosine ? "row_cosine" : "row_dot";
+  if (how.pages) check_kv(*rows.kv, op, s);
+  const PagedKv& kv = how.pages ? *rows.kv : resident_cache(rows.kv, op, s);
   check_scores(kv, out, "out", op, s);
   check_vectors(kv, vectors, out.extent[1], op);
-  if (s.device() == Device::cuda) return on_cuda<row_product>(rows, vectors, cosine, out, s);
+  if (how.bits < 0 || how.bits > 8)
+    fail(Errc::internal, op, "got codes of " + std::to_string(how.bits) + " bits, wanted 0 to 8");
+  if (how.pages) check_list(kv, *how.pages, op);
+  if (s.device() == Device::cuda) return on_cuda<row_product>(rows, vectors, how, out, s);
+  if (how.pages) check_listed(kv, *how.pages, op);
   const HeadRanks& ranks = ranks_of(kv);
 #pragma omp parallel for collapse(2) schedule(dynamic) if (worth_threads(kv.rows * out.extent[1] * longest(kv)))
   for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) dot_head(rows, r, h, vectors, cosine, ranks, out);
+    for (int h = 0; h < kv.kv_heads; ++h) dot_head(rows, r, h, vectors, how, ranks, out);
 }
 
 void row_dot(const KvRows& rows, View<const float, 3> vectors, Scores out, Stream s) {
-  row_product(rows, vectors, false, out, s);
+  row_product(rows, vectors, {}, out, s);
 }
 
 void row_cosine(const KvRows& rows, View<const float, 3> vectors, Scores out, Stream s) {
-  row_product(rows, vectors, true, out, s);
+  row_product(rows, vectors, {.cosine = true}, out, s);
+}
+
+void listed_row_dot(const KvRows& rows, View<const float, 3> vectors, const PageList& pages, int bits, Scores out,
+                    Stream s) {
+  row_product(rows, vectors, {.pages = &pages, .bits = bits}, out, s);
 }
 
 void row_quadratic(const KvRows& rows, View<const float, 4> matrix, Scores out, Stream s) {

@@ -45,19 +45,54 @@ __global__ void __launch_bounds__(score_threads)
     for (int d = threadIdx.x % 32; d < rows.kv.head_dim; d += 32) out(row, head, t, d) = rows.at(row, head, t, d);
 }
 
+// The pages whose rows count, and how their rows are rounded.
+struct Listed {
+  PageList list;
+  bool all;
+  int bits;
+
+  __device__ bool has(int row, int head, int page) const {
+    if (all) return true;
+    const std::int64_t at = list.at(row);
+    const int n = static_cast<int>(min(static_cast<std::int64_t>(list.count(at, head)), list.index.extent[2]));
+    int low = 0;
+    for (int high = n; low < high;) {
+      const int middle = (low + high) / 2;
+      if (list.index(at, head, middle) < page)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low < n && list.index(at, head, low) == page;
+  }
+};
+
 // One warp computes the products of a token with all vectors of its group.
 __global__ void __launch_bounds__(score_threads)
     row_product_kernel(const __grid_constant__ Rows rows, View<const float, 3> vectors, int group, bool cosine,
-                       View<float, 3> out) {
+                       const __grid_constant__ Listed listed, View<float, 3> out) {
   const int head = blockIdx.y, row = blockIdx.z, n = entries_of(rows.kv, row, head, 1, out.extent[2]);
   const int lane = threadIdx.x % 32, dim = rows.kv.head_dim;
   for (int t = blockIdx.x * warps + threadIdx.x / 32; t < n; t += gridDim.x * warps) {
+    if (!listed.has(row, head, t / rows.kv.page_size)) {
+      for (int q = head * group + lane; q < (head + 1) * group; q += 32) out(row, q, t) = -INFINITY;
+      continue;
+    }
     float x[most_parts], own = 0;
 #pragma unroll
     for (int i = 0; i < most_parts; ++i) {
       const int d = lane + 32 * i;
       x[i] = d < dim ? rows.at(row, head, t, d) : 0.f;
       own += x[i] * x[i];
+    }
+    if (listed.bits > 0) {
+      float least = INFINITY, greatest = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < most_parts; ++i)
+        if (lane + 32 * i < dim) least = fminf(least, x[i]), greatest = fmaxf(greatest, x[i]);
+      least = least_of_lanes(least), greatest = most_of_lanes(greatest);
+#pragma unroll
+      for (int i = 0; i < most_parts; ++i) x[i] = rounded_to_code(x[i], least, greatest, listed.bits);
     }
     if (cosine) own = sum_of_lanes(own);
     for (int q = head * group; q < (head + 1) * group; ++q) {
@@ -178,11 +213,12 @@ void read_rows_cuda(const KvRows& from, View<float, 4> out, Stream s) {
   check_launch("read_rows");
 }
 
-void row_product_cuda(const KvRows& from, View<const float, 3> vectors, bool cosine, Scores out, Stream s) {
+void row_product_cuda(const KvRows& from, View<const float, 3> vectors, const RowProduct& how, Scores out, Stream s) {
   const PagedKv& kv = *from.kv;
   if (kv.rows == 0 || (!cosine && row_dot_tiles(from, vectors, out, s))) return;
   row_product_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv), warps), score_threads, 0, stream_of(s)>>>(
-      rows_of(from, s), vectors, static_cast<int>(vectors.extent[1]) / kv.kv_heads, cosine, out);
+      rows_of(from, s), vectors, static_cast<int>(vectors.extent[1]) / kv.kv_heads, how.cosine,
+      Listed{how.pages ? *how.pages : PageList{}, !how.pages, how.bits}, out);
   check_launch("row_dot");
 }
 

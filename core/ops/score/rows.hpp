@@ -1,10 +1,26 @@
-// One op implements ops::row_dot and row_cosine.
+// One op implements ops::row_dot, row_cosine and listed_row_dot.
 #pragma once
 #include <kvlab/kv.hpp>
 #include <kvlab/stream.hpp>
 
+#include "ops/page/codes.hpp"
+
 namespace kvlab::ops {
 
-void row_product(const KvRows& rows, View<const float, 3> vectors, bool cosine, Scores out, Stream s);
+struct RowProduct {
+  bool cosine = false;
+  const PageList* pages = nullptr;  // null = all; tokens of other pages get -inf
+  int bits = 0;                     // see listed_row_dot
+};
+
+void row_product(const KvRows& rows, View<const float, 3> vectors, const RowProduct& how, Scores out, Stream s);
+
+// x, an element of a row whose least and greatest elements are these, as its nearest code of so many bits gives it.
+constexpr float rounded_to_code(float x, float least, float greatest, int bits) {
+  CodecSide side;
+  side.bits = static_cast<std::uint8_t>(bits);
+  const float scale = (greatest - least) / static_cast<float>(most_code(bits));
+  return scale > 0 ? least + scale * static_cast<float>(nearest_code(side, (x - least) / scale)) : x;
+}
 
 }  // namespace kvlab::ops

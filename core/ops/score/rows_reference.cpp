@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -48,6 +49,27 @@ void row_dot_reference(const KvRows& rows, View<const float, 3> vectors, bool co
     for (std::size_t t = 0; t < x.size(); ++t) {
       const double by = cosine ? std::sqrt(dot(v, v) * dot(x[t], x[t])) : 1;
       out(r, h, t) = by > 0 ? static_cast<float>(dot(v, x[t]) / by) : 0;
+    }
+  });
+}
+
+void listed_row_dot_reference(const KvRows& rows, View<const float, 3> vectors, const PageList& pages, int bits,
+                              Scores out) {
+  const PagedKv& kv = *rows.kv;
+  for_head_rows(rows, vectors.extent[1], [&](int r, int q, const Rows& x) {
+    const int h = q / (static_cast<int>(vectors.extent[1]) / kv.kv_heads);
+    for (std::size_t t = 0; t < x.size(); ++t) out(r, q, t) = -INFINITY;
+    for (int i = 0; i < pages.count(pages.at(r), h); ++i) {
+      const int first = pages.index(pages.at(r), h, i) * kv.page_size;
+      for (int t = first; t < std::min(first + kv.page_size, static_cast<int>(x.size())); ++t) {
+        const auto [least, greatest] = std::minmax_element(x[t].begin(), x[t].end());
+        const double scale = bits > 0 ? (*greatest - *least) / ((1 << bits) - 1) : 0;
+        double sum = 0;
+        for (std::size_t d = 0; d < x[t].size(); ++d)
+          sum += vectors(r, q, d) *
+                 (scale > 0 ? *least + scale * std::nearbyint((x[t][d] - *least) / scale) : x[t][d]);
+        out(r, q, t) = static_cast<float>(sum);
+      }
     }
   });
 }

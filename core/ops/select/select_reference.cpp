@@ -194,6 +194,28 @@ void tokens_of_share_reference(const PagedKv& kv, View<const float, 3> scores, f
     }
 }
 
+void top_p_tokens_reference(const PagedKv& kv, View<const float, 3> weights, float p, Pins pins, TokenList list) {
+  const int group = static_cast<int>(weights.extent[1]) / kv.kv_heads;
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      std::vector<bool> taken = pinned_tokens(kv, r, h, pins);
+      for (int q = h * group; q < (h + 1) * group; ++q) {
+        const std::vector<float> scores = scores_of(weights, r, q, kv.tokens(r, h));
+        std::vector<int> order = by_score(scores);
+        std::erase_if(order, [&](int t) { return !(scores[t] > 0); });
+        double all = 0, sum = 0;
+        for (auto t = order.rbegin(); t != order.rend(); ++t) all += scores[*t];
+        for (const int t : order) {
+          if (p < 1 && sum >= double{p} * all) break;
+          taken[t] = true, sum += scores[t];
+        }
+      }
+      list.count(list.at(r), h) = 0;
+      for (std::size_t t = 0; t < taken.size(); ++t)
+        if (taken[t]) list.index(list.at(r), h, list.count(list.at(r), h)++) = static_cast<std::int32_t>(t);
+    }
+}
+
 void allot_uniform_reference(const Allotment& a) { allot_tokens_reference(a, a.total); }
 
 void allot_tokens_reference(const Allotment& a, const std::int32_t* tokens) {

@@ -1,9 +1,9 @@
 #include <kvlab/ops.hpp>
 
 #include "base/device_op.hpp"
-#include "base/lanes.cuh"
 #include "ops/page/paged.cuh"
 #include "ops/select/pins.cuh"
+#include "ops/select/share.cuh"
 
 namespace kvlab::ops {
 namespace {
@@ -11,18 +11,7 @@ namespace {
 using namespace cuda;
 using namespace device;
 
-constexpr int threads = 512;
-
-// Each thread gets the sum over the block. parts: [threads / 32] shared memory.
-__device__ double block_sum(double x, double* parts) {
-  x = sum_of_lanes(x);
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = 0;
-  for (int w = 0; w < threads / 32; ++w) x += parts[w];
-  __syncthreads();
-  return x;
-}
+constexpr int threads = share_threads;
 
 // The entries of a head of scores that pins do not name.
 struct Free {
@@ -61,43 +50,14 @@ __global__ void __launch_bounds__(threads)
   if (threadIdx.x == 0) out(of.row, of.head) = static_cast<float>(sum);
 }
 
-// The bits of numbers above 0 rank as the numbers do. So the threshold that just enough entries reach is found bit by
-// bit, the highest first. Entries at the threshold are equal, so a division says how many of them it takes.
 __global__ void __launch_bounds__(threads)
     tokens_of_share_kernel(const __grid_constant__ DeviceKv kv, const __grid_constant__ View<const float, 3> in,
                            int group, double share, Pins pins, View<float, 2> out) {
   __shared__ SelectShared select;
   __shared__ double parts[threads / 32];
   const Free of = free_of(kv, in, group, pins, select);
-  const auto sum_from = [&](unsigned least) {
-    double sum = 0;
-    of.each([&](float x) {
-      if (x > 0 && __float_as_uint(x) >= least) sum += x;
-    });
-    return block_sum(sum, parts);
-  };
-  const double wanted = share * sum_from(0);
-  unsigned least = 0;
-  if (wanted > 0)
-    for (int bit = 30; bit >= 0; --bit)
-      if (sum_from(least | 1u << bit) >= wanted) least |= 1u << bit;
-  int more = 0, same = 0;
-  double sum = 0;
-  of.each([&](float x) {
-    if (!(x > 0)) return;
-    const unsigned key = __float_as_uint(x);
-    same += key == least;
-    more += key > least;
-    if (key > least) sum += x;
-  });
-  sum = block_sum(sum, parts);
-  const double counts = block_sum(same + more * 0x1p32, parts);  // two whole numbers, exact
-  if (threadIdx.x != 0) return;
-  const double upper = floor(counts * 0x1p-32), equal = counts - upper * 0x1p32;
-  double taken = 0;
-  if (wanted > 0)
-    taken = least >= 0x7f800000u ? 1 : fmin(equal, fmax(1., ceil((wanted - sum) / __uint_as_float(least))));
-  out(of.row, of.head) = wanted > 0 ? static_cast<float>(upper + taken) : 0.f;
+  const Share found = share_of([&](auto f) { of.each(f); }, share, parts);
+  if (threadIdx.x == 0) out(of.row, of.head) = static_cast<float>(found.above + found.taken);
 }
 
 __global__ void __launch_bounds__(threads)

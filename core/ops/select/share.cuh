@@ -1,0 +1,65 @@
+// One block finds the entries of a head that make up a share of its sum.
+#pragma once
+#include "base/lanes.cuh"
+
+namespace kvlab::ops::device {
+
+constexpr int share_threads = 512;  // of the block
+
+// Each thread gets the sum over the block. parts: [share_threads / 32] shared memory.
+__device__ inline double block_sum(double x, double* parts) {
+  x = cuda::sum_of_lanes(x);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = 0;
+  for (int w = 0; w < share_threads / 32; ++w) x += parts[w];
+  __syncthreads();
+  return x;
+}
+
+// The fewest entries that make up a share: all whose bits are above `least`, and `taken` of the `equal` ones.
+struct Share {
+  unsigned least = 0;
+  double above = 0, equal = 0, taken = 0;  // numbers of entries
+};
+
+// each(f) calls f(x) for each entry of the thread. Those that are not above 0 count for nothing.
+// The bits of numbers above 0 rank as the numbers do. So the threshold that just enough entries reach is found bit by
+// bit, the highest first. Entries at the threshold are equal, so a division says how many of them it takes.
+template <class Each>
+__device__ Share share_of(const Each& each, double share, double* parts) {
+  const auto sum_from = [&](unsigned least) {
+    double sum = 0;
+    each([&](float x) {
+      if (x > 0 && __float_as_uint(x) >= least) sum += x;
+    });
+    return block_sum(sum, parts);
+  };
+  const double wanted = share * sum_from(0);
+  Share found;
+  if (!(wanted > 0)) return found;
+  for (int bit = 30; bit >= 0; --bit)
+    if (sum_from(found.least | 1u << bit) >= wanted) found.least |= 1u << bit;
+  int more = 0, same = 0;
+  double sum = 0;
+  each([&](float x) {
+    if (!(x > 0)) return;
+    const unsigned key = __float_as_uint(x);
+    same += key == found.least;
+    more += key > found.least;
+    if (key > found.least) sum += x;
+  });
+  sum = block_sum(sum, parts);
+  const double counts = block_sum(same + more * 0x1p32, parts);  // two whole numbers, exact
+  found.above = floor(counts * 0x1p-32), found.equal = counts - found.above * 0x1p32;
+  if (found.least >= 0x7f800000u) {
+    found.taken = 1;
+    return found;
+  }
+  const double value = __uint_as_float(found.least);
+  found.taken = fmin(found.equal, fmax(1., ceil((wanted - sum) / value)));
+  if (found.taken < found.equal && sum + found.taken * value < wanted) found.taken += 1;  // the quotient was rounded
+  return found;
+}
+
+}  // namespace kvlab::ops::device

@@ -1,0 +1,98 @@
+// Twilight: pages are candidates, and attention reads the fewest of their tokens whose weights make up a share p. Lin
+// et al., NeurIPS 2025. Its base selection is Quest's.
+#include <kvlab/plugin.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+namespace {
+
+enum class Estimate : std::uint8_t { exact, int4 };
+
+}  // namespace
+
+template <>
+struct kvlab::Choices<Estimate> {
+  static constexpr std::pair<Estimate, const char*> all[] = {{Estimate::exact, "exact"}, {Estimate::int4, "int4"}};
+};
+
+namespace {
+
+class Twilight final : public kvlab::Policy {
+ public:
+  explicit Twilight(const kvlab::Params& p)
+      : p_(p.get<bool>("top_p") ? p.get<float>("p") : 1),
+        bits_(p.get<Estimate>("estimate") == Estimate::int4 ? 4 : 0),
+        tokens_(p.get<int>("tokens")),
+        share_(p.get<double>("share")),
+        dense_(p.get<int>("dense_layers")) {
+    choice_.rule = p.get<kvlab::GroupRule>("group");
+    choice_.scale = p.get<float>("scale");
+    choice_.newest_page = true;
+  }
+
+  // A share of the text is another number in each step, which no graph can hold.
+  kvlab::Needs needs() const override {
+    return kvlab::Needs{}
+        .own_amount(true)
+        .page_summary(kvlab::Summary::min_max)
+        .dense_layers(dense_)
+        .capturable(tokens_ > 0);
+  }
+
+  void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace&) override {
+    if (tokens_ > 0 && tokens_ < shape.page_size)
+      throw kvlab::Error(kvlab::Errc::config, "got tokens " + std::to_string(tokens_) + ", wanted 0 or at least " +
+                                                  std::to_string(shape.page_size) + ", those of a page");
+  }
+
+  void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (step.layer < dense_) return;
+    const auto pages = step.list<kvlab::PageList>("candidates", step.shape->max_pages());
+    kvlab::ops::choose_pages(step, step.queries, choice_, page_counts(step), pages, s);
+    const kvlab::Scores weights = step.query_head_scores("weights");
+    kvlab::ops::listed_row_dot(step.keys, step.queries.f32(), pages, bits_, weights, s);
+    kvlab::ops::softmax(step.pages, weights, std::sqrt(static_cast<float>(step.pages.head_dim)), s);
+    const auto tokens = step.list<kvlab::TokenList>("tokens to read", step.max_length);
+    kvlab::ops::top_p_tokens(step.pages, weights, p_, {.last = 1}, tokens, s);
+    edits.attend(tokens);
+  }
+
+ private:
+  kvlab::ops::PageCounts page_counts(const kvlab::LayerStep& step) const {
+    kvlab::ops::PageCounts counts;
+    counts.same = tokens_ / step.pages.page_size;
+    if (tokens_ > 0) return counts;
+    std::vector<std::int32_t> of_heads;
+    for (int row = 0; row < step.rows(); ++row)
+      of_heads.insert(of_heads.end(), static_cast<std::size_t>(step.kv_heads()),
+                      std::max(1, static_cast<int>(share_ * step.position[row]) / step.pages.page_size));
+    counts.each = step.upload_heads("pages of candidates", of_heads.data());
+    return counts;
+  }
+
+  float p_;
+  int bits_, tokens_;
+  double share_;
+  int dense_;
+  kvlab::PageChoice choice_;
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::policy<Twilight>("twilight",
+                                     "reads the fewest tokens of quest's pages whose weights make up a share (Lin et "
+                                     "al. 2025)")
+                 .param("p", 0.85, 1e-3, 1, "share of a query head's weights that the tokens make up; 1 = all of them")
+                 .param("estimate", Estimate::int4,
+                        "keys that give the weights: exact, or rounded to 4 bits by token. It reads whole keys in both "
+                        "cases and keeps no 4-bit copy, so it saves no bytes")
+                 .param("tokens", 0, 0, kvlab::any,
+                        "tokens of the pages that are candidates, of a KV head, in whole pages; 0 = share")
+                 .param("share", 0.25, 0, 1, "share of the text so far that the candidates are, where tokens is 0")
+                 .param("group", kvlab::GroupRule::max, "how a GQA group's page scores become one")
+                 .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
+                 .param("dense_layers", 2, 0, kvlab::any, "first layers that attend to everything")
+                 .component("top_p", "off = attention reads all candidates"))
