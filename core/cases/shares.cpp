@@ -95,8 +95,8 @@ void check_top_p(OnCache& x) {
       const auto there = weights.put();
       for (const Pins& pins : some_pins)
         for (const float p : {.5f, .9f, 1.f}) {
-          const auto scope = x.check.in(
-              fmt::format("top_p_tokens {} of {} heads, kind {}, pins {} and {}", p, heads, kind, pins.first, pins.last));
+          const auto scope = x.check.in(fmt::format("top_p_tokens {} of {} heads, kind {}, pins {} and {}", p, heads,
+                                                    kind, pins.first, pins.last));
           ListMemory wanted, start;
           const TokenList plain{wanted.empty(extent)}, list{x.place.put(start.empty(extent))};
           ops::top_p_tokens_reference(x.kv, weights.view(), p, pins, plain);

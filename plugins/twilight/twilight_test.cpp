@@ -31,8 +31,7 @@ std::vector<double> rounded(const std::vector<double>& key) {
   const auto [least, greatest] = std::minmax_element(key.begin(), key.end());
   const auto low = static_cast<float>(*least), scale = (static_cast<float>(*greatest) - low) / 15;
   std::vector<double> out;
-  for (const double x : key)
-    out.push_back(low + double{scale} * std::nearbyint((static_cast<float>(x) - low) / scale));
+  for (const double x : key) out.push_back(low + double{scale} * std::nearbyint((static_cast<float>(x) - low) / scale));
   return out;
 }
 

@@ -15,8 +15,8 @@ namespace {
 
 constexpr int block_tokens = 128;  // tokens decoded at once
 
-// Calls visit(place, rows, count) for runs of a head's decoded rows, in order: of all its pages, or of listed ones. Keys
-// are as attention reads them.
+// Calls visit(place, rows, count) for runs of a head's decoded rows, in order: of all its pages, or of listed ones.
+// Keys are as attention reads them.
 template <class Visit>
 void for_rows(const KvRows& rows, int row, int head, const HeadRanks& ranks, const Visit& visit,
               const PageList* listed = nullptr) {

@@ -15,7 +15,8 @@ struct RowProduct {
 
 void row_product(const KvRows& rows, View<const float, 3> vectors, const RowProduct& how, Scores out, Stream s);
 
-// x, an element of a row whose least and greatest elements are these, as its nearest code of so many bits gives it.
+// What the nearest code of so many bits gives for x, an element of a row that reaches from `least` to `greatest`. All
+// of it is f32, which decides ties.
 constexpr float rounded_to_code(float x, float least, float greatest, int bits) {
   CodecSide side;
   side.bits = static_cast<std::uint8_t>(bits);

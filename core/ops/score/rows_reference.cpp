@@ -62,12 +62,15 @@ void listed_row_dot_reference(const KvRows& rows, View<const float, 3> vectors, 
     for (int i = 0; i < pages.count(pages.at(r), h); ++i) {
       const int first = pages.index(pages.at(r), h, i) * kv.page_size;
       for (int t = first; t < std::min(first + kv.page_size, static_cast<int>(x.size())); ++t) {
+        // Codes are of f32 numbers, since exact ones would decide other ties.
         const auto [least, greatest] = std::minmax_element(x[t].begin(), x[t].end());
-        const double scale = bits > 0 ? (*greatest - *least) / ((1 << bits) - 1) : 0;
+        const auto low = static_cast<float>(*least);
+        const float scale = bits > 0 ? (static_cast<float>(*greatest) - low) / static_cast<float>((1 << bits) - 1) : 0;
         double sum = 0;
-        for (std::size_t d = 0; d < x[t].size(); ++d)
-          sum += vectors(r, q, d) *
-                 (scale > 0 ? *least + scale * std::nearbyint((x[t][d] - *least) / scale) : x[t][d]);
+        for (std::size_t d = 0; d < x[t].size(); ++d) {
+          const float code = scale > 0 ? std::nearbyint((static_cast<float>(x[t][d]) - low) / scale) : 0;
+          sum += vectors(r, q, d) * (scale > 0 ? low + double{scale} * code : x[t][d]);
+        }
         out(r, q, t) = static_cast<float>(sum);
       }
     }

@@ -42,7 +42,8 @@ void top_p_tokens(const PagedKv& kv, View<const float, 3> weights, float p, Pins
   const int group = static_cast<int>(weights.extent[1]) / kv.kv_heads;
   int wanted = 0;  // entries of the longest list that has no room; a thread must not throw
 #pragma omp parallel for collapse(2) schedule(dynamic) \
-    reduction(max : wanted) if (worth_threads(std::int64_t{longest(kv)} * kv.rows * weights.extent[1]))
+    reduction(max                                      \
+              : wanted) if (worth_threads(std::int64_t{longest(kv)} * kv.rows * weights.extent[1]))
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
       thread_local std::vector<char> taken;

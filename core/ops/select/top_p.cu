@@ -82,7 +82,7 @@ void top_p_tokens_cuda(const PagedKv& kv, View<const float, 3> weights, float p,
     throw Error(Errc::unsupported,
                 "got rows of up to " + std::to_string(most) + " weights, wanted at most " + std::to_string(room * 8),
                 "op top_p_tokens");
-  const Args a{DeviceKv(kv), weights, list, pins, double{p}, static_cast<int>(weights.extent[1]) / kv.kv_heads,
+  const Args a{DeviceKv(kv),          weights, list, pins, double{p}, static_cast<int>(weights.extent[1]) / kv.kv_heads,
                static_cast<int>(most)};
   check(cudaFuncSetAttribute(top_p_tokens_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)),
         "top_p_tokens");

@@ -177,7 +177,8 @@ class Subjects {
   // The defaults, but without dense layers, which could be all layers of a tiny model, and with layers by number that
   // it has. Sinks and window of a policy, and of a scorer that pins many tokens, must leave room in the suite's
   // budgets. A codec's residual must leave pages to encode. A policy of an amount of its own may keep nothing but sinks
-  // and window. These then cover the suite's short prompts. One that reads pages of an amount of its own leaves some out.
+  // and window. These then cover the suite's short prompts. One that reads pages of an amount of its own leaves some
+  // out.
   static PluginUse use(const PluginInfo& p) {
     std::map<std::string, ParamValue> given;
     if (find_param(p, "dense_layers")) given["dense_layers"] = std::int64_t{0};

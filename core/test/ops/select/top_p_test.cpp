@@ -64,8 +64,10 @@ TEST_CASE("top_p_tokens: groups, pins, ties and special weights") {
 
 TEST_CASE("listed_row_dot by hand") {
   PagedFixture cache{{1, 1, 8, 2, 4}};
-  // The first key has the codes 0, 8 and 15 of 4 bits, which give -1.5, 0.1 and 1.5. The others repeat the first number.
-  for (const auto& k : {std::vector<float>{-1.5f, .13f, 1.5f, -1.5f, -1.5f, -1.5f, -1.5f, -1.5f}, {1, 2}, {3}, {5, 5}}) {
+  // The first key has the codes 0, 8 and 15 of 4 bits, which give -1.5, 0.1 and 1.5. The others repeat the first
+  // number.
+  for (const auto& k :
+       {std::vector<float>{-1.5f, .13f, 1.5f, -1.5f, -1.5f, -1.5f, -1.5f, -1.5f}, {1, 2}, {3}, {5, 5}}) {
     std::vector<float> key = k;
     key.resize(8);
     cache.append(0, 0, key, key);
