@@ -159,6 +159,7 @@ void row_product(const KvRows& rows, View<const float, 3> vectors, const RowProd
   if (how.bits < 0 || how.bits > 8)
     fail(Errc::internal, op, "got codes of " + std::to_string(how.bits) + " bits, wanted 0 to 8");
   if (how.pages) check_list(kv, *how.pages, op);
+  if (how.pages) run_put_off();  // it may write the list
   if (s.device() == Device::cuda) return on_cuda<row_product>(rows, vectors, how, out, s);
   if (how.pages) check_listed(kv, *how.pages, op);
   const HeadRanks& ranks = ranks_of(kv);

@@ -494,7 +494,7 @@ TEST_CASE("short prompts: one token, fewer than any window, and none") {
     const Logits expected = full.run(text.prompt, answer);
     for (const Subject& s : about_all()) {
       CAPTURE(s.label, tokens);
-      Play p(model, limited(s));
+      Play p(model, subjects().with_whole_share(limited(s)));
       const Logits got = p.run(text.prompt, answer);
       INFO(
           "usual cause: a window or a pool reaches in front of the prompt's first token, or a prompt below the budget "

@@ -162,6 +162,14 @@ class Subjects {
     return pages_age(*create<Codec>(registry_.require(Role::codec, spec.codec->name), spec.codec->params));
   }
 
+  // The spec, whose policy reads all attention of what it keeps if it has a parameter `p`, the share that it reads.
+  PolicySpec with_whole_share(PolicySpec spec) {
+    if (!spec.policy) return spec;
+    const PluginInfo& info = registry_.require(Role::policy, spec.policy->name);
+    if (find_param(info, "p")) spec.policy = use(info, {{"p", 1.}});
+    return spec;
+  }
+
   // The spec with parameter `name` of its scorer set to `word`; nullopt if the scorer has no such choice.
   std::optional<PolicySpec> with(PolicySpec spec, const std::string& name, const std::string& word) {
     if (!spec.scorer) return std::nullopt;
@@ -179,8 +187,7 @@ class Subjects {
   // budgets. A codec's residual must leave pages to encode. A policy of an amount of its own may keep nothing but sinks
   // and window. These then cover the suite's short prompts. One that reads pages of an amount of its own leaves some
   // out.
-  static PluginUse use(const PluginInfo& p) {
-    std::map<std::string, ParamValue> given;
+  static PluginUse use(const PluginInfo& p, std::map<std::string, ParamValue> given = {}) {
     if (find_param(p, "dense_layers")) given["dense_layers"] = std::int64_t{0};
     if (p.role == Role::policy || (p.role == Role::scorer && pins_many(p)))
       for (const char* name : {"sinks", "window"})
