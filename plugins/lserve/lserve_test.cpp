@@ -21,8 +21,8 @@ OnText on_text(std::map<std::string, ParamValue> given, const OnText::MakeProfil
   return OnText(Role::policy, "lserve", given, budget, prompt + steps, page_size, make);
 }
 
-// The newest page and the best others, by their bounds for the query at `position`. So the card's 64 pages are 63 and
-// the newest one.
+// The newest page and the best others, by their bounds for the query at `position`. The card's 64 pages are 63 and the
+// newest one in the same way.
 std::set<int> choice(const OnText& run, int layer, int head, int position, int pages) {
   const auto& seen = run.layer(layer);
   const auto bounds =
