@@ -393,6 +393,24 @@ TEST_CASE("cuda engine: steps that evict are replayed") {
   CHECK(known == 6);
 }
 
+TEST_CASE("cuda engine: steps that read lists of an amount of their own are replayed") {
+  int known = 0;
+  for (const test::Subject& s : test::subjects().list()) {
+    if (s.label != "twilight" && s.label != "lserve") continue;
+    CAPTURE(s.label);
+    ++known;
+    Pair p(s.spec);
+    const int a = p.open(30, 1), b = p.open(70, 2);  // a outgrows the amount in its steps
+    for (int i = 0; i < 18; ++i) p.step({a, b});
+    for (int i = 0; i < 3; ++i) p.step({b});
+    CHECK(p.graphs.replays() == 17 + 2);
+    CHECK(p.graphs.fired() == p.eager.fired());
+    CHECK(p.graphs.fired() > 0);
+    p.graphs.store().check_invariants();
+  }
+  CHECK(known == 2);
+}
+
 TEST_CASE("cuda engine: steps that place pages are replayed") {
   int known = 0;
   for (const test::Subject& s : test::subjects().list()) {
