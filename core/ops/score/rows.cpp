@@ -152,8 +152,9 @@ void read_rows(const KvRows& rows, View<float, 4> out, Stream s) {
 
 void row_product(const KvRows& rows, View<const float, 3> vectors, const RowProduct& how, Scores out, Stream s) {
   const char* op = how.pages ? "listed_row_dot" : how.cosine ? "row_cosine" : "row_dot";
-  if (how.pages) check_kv(*rows.kv, op, s);
-  const PagedKv& kv = how.pages ? *rows.kv : resident_cache(rows.kv, op, s);
+  const bool listed = how.pages && rows.kv;  // its pages alone are checked, below
+  if (listed) check_kv(*rows.kv, op, s);
+  const PagedKv& kv = listed ? *rows.kv : resident_cache(rows.kv, op, s);
   check_scores(kv, out, "out", op, s);
   check_vectors(kv, vectors, out.extent[1], op);
   if (how.bits < 0 || how.bits > 8)

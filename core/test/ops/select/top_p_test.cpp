@@ -100,5 +100,6 @@ TEST_CASE("listed_row_dot by hand") {
   CHECK(dots({0, 2}, 0) == exact);  // no other page is read
   CHECK_THROWS_AS(dots({1}, 0), Error);
   CHECK_THROWS_WITH(dots({3}, 0), Catch::Contains("got page 3 in a list, wanted one of 3"));
+  CHECK_THROWS_WITH(ops::listed_row_dot({}, {}, {}, 0, {}, Stream::cpu()), Catch::Contains("got no cache"));
   CHECK_THROWS_WITH(dots({0}, 9), Catch::Contains("got codes of 9 bits, wanted 0 to 8"));
 }
