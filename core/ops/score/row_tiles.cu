@@ -1,5 +1,5 @@
-// Products of cached rows with many vectors. A warp multiplies tiles of 16 tokens, so it reads a row once for all vectors
-// of a pass. A vector takes two columns: its rounded value and the rest.
+// Products of cached rows with many vectors. A warp multiplies tiles of 16 tokens, so it reads a row once for all
+// vectors of a pass. A vector takes two columns: its rounded value and the rest.
 #include "ops/score/row_tiles.hpp"
 
 #include <algorithm>
@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(score_threads) row_tiles_kernel(const __grid_c
   const int kv_head = static_cast<int>(blockIdx.y) / a.passes, pass = static_cast<int>(blockIdx.y) % a.passes,
             row = static_cast<int>(blockIdx.z);
   const int offset = pass * pass_vectors<Chunks>, first = kv_head * a.group + offset,
-            count = min(pass_vectors<Chunks>, a.group - offset), columns = (count + column_vectors - 1) / column_vectors;
+            count = min(pass_vectors<Chunks>, a.group - offset),
+            columns = (count + column_vectors - 1) / column_vectors;
   lay_out<T, Chunks>(a, row, first, count, columns, fragments);
   __syncthreads();
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32, quarter = lane % 4;
@@ -123,7 +124,7 @@ bool row_dot_tiles(const KvRows& rows, View<const float, 3> vectors, Scores out,
       (layout.dtype != DType::bf16 && layout.dtype != DType::f16) ||
       (dim != 64 && dim != 96 && dim != 128 && dim != 256) || (keys && kv.rope == RopeRegime::cache_relative))
     return false;
-  Tiles a{DeviceKv(kv),  keys ? layout.k : layout.v, vectors, out, static_cast<int>(vectors.extent[1]) / kv.kv_heads, 1};
+  Tiles a{DeviceKv(kv), keys ? layout.k : layout.v, vectors, out, static_cast<int>(vectors.extent[1]) / kv.kv_heads, 1};
   if (layout.dtype == DType::f16)
     launch_dim<__half>(a, s);
   else
