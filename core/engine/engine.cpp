@@ -97,6 +97,12 @@ void check_needs(const Model& model, const Policy& policy, const EngineOptions& 
                                   std::to_string(model.config.context) + ", the context of " + model.name);
 }
 
+void check_reads(const char* callback, const Edits& edits) {
+  if (!edits.logits().empty() || !edits.made_up().empty())
+    throw Error(Errc::plugin, std::string(callback) +
+                                  ": got logits to keep or made-up tokens to read, wanted that in select() alone");
+}
+
 // Runs body(). An error of the store about a policy's edits gets the name of their author.
 template <class Body>
 auto authored(const Policy& policy, Body body) {
@@ -377,6 +383,7 @@ Fit Engine::finish_step(const std::vector<std::int32_t>& slots, int room) {
   }
   Edits edits;
   policy_->finish_step(step, edits, stream_);
+  check_reads("finish_step", edits);
   return apply_after("finish_step", edits.all(), slots);
 }
 
@@ -479,6 +486,7 @@ Fit Engine::prompt(const PromptLayer& l) {
   }
   Edits edits(l.layer);
   policy_->prefill(kv, edits, stream_);
+  check_reads("prefill", edits);
   const Fit fit = apply_after("prefill", edits.all(), slots);
   store_->workspace().reset();
   const bool ends = l.last && l.layer + 1 == s.layers;
@@ -492,6 +500,7 @@ Fit Engine::finish_prompt(const std::vector<std::int32_t>& slots, std::span<cons
     kv.step = step.data();
     Edits edits(layer);
     policy_->finish_prompt(kv, edits, stream_);
+    check_reads("finish_prompt", edits);
     const Fit fit = apply_after("finish_prompt", edits.all(), slots);
     store_->workspace().reset();
     if (fit != Fit::ok) return fit;
@@ -544,6 +553,13 @@ Selection Engine::select(const DecodeLayer& l, Fit& fit) {
                   "them once and alone");
     read.logits = edits.logits().front();
   }
+  if (!edits.made_up().empty()) {
+    if (edits.made_up().size() > 1 || needs_.any_mass() != Mass::none || needs_.rope() != RopeRegime::original)
+      throw Error(Errc::plugin,
+                  "select: got made-up tokens to read twice, with mass or where RoPE goes by rank, wanted them once, "
+                  "without mass and in the regime original");
+    read.made_up = edits.made_up().front();
+  }
   waiting_ = std::move(after);
   fit = apply(before, *l.slots);
   if (fit == Fit::ok && list) {
@@ -572,6 +588,7 @@ Fit Engine::observe(const DecodeLayer& l) {
   if (!needs_.observe_beside()) {
     Edits edits(l.layer);
     policy_->observe(layer_step(l), edits, stream_);
+    check_reads("observe", edits);
     return apply_after("observe", edits.all(), *l.slots);
   }
   late_layers_.push_back(l);
@@ -621,6 +638,7 @@ Fit Engine::observe_late(bool beside) {
     const std::size_t before = scratch.left();
     step.mass = {}, step.output = {};
     policy_->observe(step, edits.emplace_back(l.layer), s);
+    check_reads("observe", edits.back());
     check_late(edits.back());
     ops::forget_put_off_scores();
     end_joined_callback();

@@ -7,6 +7,7 @@
 
 #include "base/part_timer.hpp"
 #include "ops/attend/attend.hpp"
+#include "ops/attend/attend_made_up.hpp"
 #include "ops/attend/attend_prompt.hpp"
 #include "ops/linear/norm.hpp"
 #include "ops/page/paged.hpp"
@@ -301,8 +302,13 @@ View<const float, 3> CpuExecutor::attend(int layer, const std::vector<std::int32
   a.out = heads_view(attention_, n, c.heads, c.head_dim);
   a.mass = mass;
   a.mass_into = mass_into;
+  if (read.made_up) {
+    lse_.resize(static_cast<std::size_t>(n * c.heads));
+    a.lse = View<float, 2>::dense(lse_.data(), {n, c.heads});
+  }
   ops::attend(a, workspace_, Stream::cpu());
   workspace_.reset();
+  if (read.made_up) ops::attend_made_up(a, read.made_up, Stream::cpu());
   for (std::int64_t r = 0; mass && r < n; ++r) look_at(r, mass_.data() + r * mass.stride[0], mass.stride[0]);
   return a.out;
 }

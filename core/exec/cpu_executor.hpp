@@ -53,7 +53,7 @@ class CpuExecutor : public Executor {
   Ledger unread_;
   StoreWorkspace workspace_{unread_, Stream::cpu()};  // of attention; the store's own is the policy's
   std::vector<int> tokens_;                           // tokens of the current call
-  std::vector<float> x_, hidden_, wide_, attention_, mass_, logits_;
+  std::vector<float> x_, hidden_, wide_, attention_, mass_, logits_, lse_;
   View<float, 2> step_logits_;   // logits of the decode step; empty if the caller asks for none
   std::vector<char> nonfinite_;  // [row] of the current call
   std::vector<float> angles_;    // original regime: [row, 2, head_dim / 2] cos and sin

@@ -8,6 +8,7 @@
 #include "base/finite.hpp"
 #include "base/part_timer.hpp"
 #include "ops/attend/attend.hpp"
+#include "ops/attend/attend_made_up.hpp"
 #include "ops/attend/attend_prompt.hpp"
 #include "ops/linear/argmax.hpp"
 #include "ops/linear/embed.hpp"
@@ -350,7 +351,9 @@ void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const 
   if (decoding() && rounds(kv)) a.rounded = rounded_.as<std::uint16_t>() + first_row * width;
   a.mass = mass;
   a.mass_into = mass_into;
+  if (read.made_up) a.lse = View<float, 2>::dense(lse_.as<float>() + first_row * c.heads, {kv.rows, c.heads});
   ops::choose_and_attend(a, store_.workspace(), stream_);
+  if (read.made_up) ops::attend_made_up(a, read.made_up, stream_);
 }
 
 // Attends for the rows of a decode step one by one. In a shared launch the number of rows decides how tokens are cut
@@ -372,8 +375,9 @@ void CudaExecutor::attend_each(const PagedKv& kv, const Selection& read, const V
     if (sums) sums.data += r * sums.stride[0], sums.extent[0] = 1;
     HeadLogits logits = read.logits;
     if (logits.out) logits.out.data += r * logits.out.stride[0], logits.out.extent[0] = 1;
-    attend_rows(one, r, {read.pages ? of_row(pages) : nullptr, read.tokens ? of_row(tokens) : nullptr, logits}, sums,
-                mass_into);
+    attend_rows(one, r,
+                {read.pages ? of_row(pages) : nullptr, read.tokens ? of_row(tokens) : nullptr, logits, read.made_up},
+                sums, mass_into);
   }
 }
 
@@ -542,6 +546,7 @@ View<const float, 3> CudaExecutor::attend(int layer, const std::vector<std::int3
   const PagedKv kv = store_.view(layer, slots);
   const bool rounded = rounds(kv);
   if (!read.pages && !read.tokens) store_.note_absent(layer, slots);
+  if (read.made_up) room<float>(lse_, kv.rows * c.heads);
   batch_invariant_ ? attend_each(kv, read, mass, mass_into) : attend_rows(kv, 0, read, mass, mass_into);
   attended_ = rounded ? &rounded_ : &attention_;
   attended_type_ = rounded ? weights_.dtype : DType::f32;

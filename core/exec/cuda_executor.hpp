@@ -133,6 +133,7 @@ class CudaExecutor final : public Executor {
   StreamMemory likeliest_;            // i32 [row]
   StreamMemory nonfinite_;            // i32 [row]: marks of rows, 0 between calls; a prompt uses the first
   StreamMemory mass_, sums_, logits_;  // f32
+  StreamMemory lse_;                   // f32 [row, query head] of attention that made-up tokens join
   StreamMemory copy_, copy_table_;     // pages and table of one layer's copy, for prompts
   PageLayout copy_layout_;
   std::int64_t grown_ = 0;                                  // times that room() moved one of these buffers

@@ -37,7 +37,8 @@ struct PromptLayer : LayerRows {
 struct Selection {
   const PageList* pages = nullptr;
   const TokenList* tokens = nullptr;
-  HeadLogits logits;  // what it leaves of its scores
+  HeadLogits logits;     // what it leaves of its scores
+  MadeUpTokens made_up;  // that it reads, too
 };
 
 // One layer of one decode step.

@@ -1,6 +1,6 @@
 // RazorAttention: retrieval heads, which look at earlier copies of the current token or behind them, keep every token.
-// The others keep attention sinks and a local window. Tang et al., ICLR 2025. The token that stands for what a head
-// drops is not there: the cache has no made-up tokens.
+// The others keep attention sinks, a local window and a compensation token: the mean key and value of all that the head
+// dropped. It counts as so many tokens. Tang et al., ICLR 2025.
 #include <kvlab/plugin.hpp>
 
 #include <limits>
@@ -18,7 +18,8 @@ class RazorAttention final : public kvlab::Policy {
         induction_(p.get<double>("induction")),
         echo_(p.get<double>("echo")),
         decodes_(p.get<bool>("while_decoding")),
-        retrieval_heads_(p.get<bool>("retrieval_heads")) {}
+        retrieval_heads_(p.get<bool>("retrieval_heads")),
+        compensation_(p.get<bool>("compensation")) {}
 
   // A window that grows with the text is another number in each step, which no graph can hold.
   kvlab::Needs needs() const override {
@@ -30,6 +31,7 @@ class RazorAttention final : public kvlab::Policy {
   }
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
+    if (compensation_) made_up_ = kvlab::KeptMadeUp("compensation tokens", shape, 1, w);
     const auto heads = static_cast<std::size_t>(shape.layers) * static_cast<std::size_t>(shape.kv_heads);
     marks_.assign(heads, false);
     if (retrieval_heads_) {
@@ -44,19 +46,28 @@ class RazorAttention final : public kvlab::Policy {
     pins_ = static_cast<const kvlab::Pins*>(w.constant("pins", pins.data(), pins.size() * sizeof(pins[0])));
   }
 
-  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream) override {
-    if (kv.last[0]) evict(kv, edits);
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (kv.last[0]) evict(kv, edits, s);
   }
-  void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream) override {
-    if (decodes_) evict(step, edits);
+  void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream) override {
+    if (compensation_) edits.read_made_up(made_up_.of(step));
+  }
+  void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (decodes_) evict(step, edits, s);
   }
 
  private:
   static constexpr std::int32_t everything = std::numeric_limits<std::int32_t>::max();
 
-  void evict(const kvlab::LayerKv& kv, kvlab::Edits& edits) const {
-    if (share_ == 0)
-      return edits.evict_surplus({.keep = {keep_.of(kv), {kv.rows(), kv.kv_heads()}, {0, 1}}, .pins = pins_});
+  void evict(const kvlab::LayerKv& kv, kvlab::Edits& edits, kvlab::Stream s) const {
+    const kvlab::Surplus surplus = share_ == 0 ? fixed(kv) : growing(kv);
+    if (compensation_) kvlab::ops::fold_surplus(kv.pages, surplus, 0, made_up_.of(kv), s);
+    edits.evict_surplus(surplus);
+  }
+  kvlab::Surplus fixed(const kvlab::LayerKv& kv) const {
+    return {.keep = {keep_.of(kv), {kv.rows(), kv.kv_heads()}, {0, 1}}, .pins = pins_};
+  }
+  kvlab::Surplus growing(const kvlab::LayerKv& kv) const {
     std::vector<std::int32_t> keep;
     const auto first = marks_.begin() + std::ptrdiff_t{kv.layer} * kv.kv_heads();
     for (int row = 0; row < kv.rows(); ++row)
@@ -64,29 +75,31 @@ class RazorAttention final : public kvlab::Policy {
         keep.push_back(first[head] ? everything
                                    : sinks_ + std::max(window_, static_cast<int>(share_ * kv.position[row])));
     const std::vector<kvlab::Pins> pins(static_cast<std::size_t>(kv.rows()), {.first = sinks_});
-    edits.evict_surplus(
-        {.keep = kv.upload_heads("tokens to keep", keep.data()), .pins = kv.upload("pins", pins.data())});
+    return {.keep = kv.upload_heads("tokens to keep", keep.data()), .pins = kv.upload("pins", pins.data())};
   }
 
   int sinks_, window_;
   double share_, induction_, echo_;
-  bool decodes_, retrieval_heads_;
+  bool decodes_, retrieval_heads_, compensation_;
   std::vector<float> echo_scores_, induction_scores_;  // [layer, kv_head], like marks_
   std::vector<bool> marks_;                            // of retrieval heads
   kvlab::HeadConstants<std::int32_t> keep_;
   const kvlab::Pins* pins_ = nullptr;
+  kvlab::KeptMadeUp made_up_;  // one for each KV head
 };
 
 }  // namespace
 
 KVLAB_PLUGIN(
     kvlab::policy<RazorAttention>("razor_attention",
-                                  "echo and induction heads keep everything, the others sinks and a local window (Tang "
-                                  "et al. 2025). The compensation token is not there")
+                                  "echo and induction heads keep everything, the others sinks, a local window and the "
+                                  "mean of what they dropped (Tang et al. 2025)")
         .param("induction", 0.14, 0, 1, "share of the KV heads that are retrieval heads by their induction score")
         .param("echo", 0.01, 0, 1, "the same by their echo score")
         .param("sinks", 4, 0, kvlab::any, "first tokens that the other heads keep")
         .param("window", 4000, 1, kvlab::any, "newest tokens that the other heads keep at least")
         .param("window_share", 0.2, 0, 1, "newest tokens that they keep at least, as a share of the text so far")
         .param("while_decoding", true, "they drop tokens in decode steps too; false: at the prompt's end alone")
-        .component("retrieval_heads", "the profile's scores decide; off = no head keeps everything"))
+        .component("retrieval_heads", "the profile's scores decide; off = no head keeps everything")
+        .component("compensation",
+                   "a mean key and value stand for all dropped tokens and count as so many; off = nothing does"))

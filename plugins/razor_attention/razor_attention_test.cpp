@@ -91,17 +91,17 @@ TEST_CASE("razor_attention keeps on real text what a plain implementation keeps"
   CHECK(cut > 0);
 }
 
-// The card's case without the compensation token, whose place a token takes: 2 sinks and 4 newest ones of 10.
+// The card's case: a capacity of 6 is 2 sinks, the compensation token and 3 newest tokens.
 TEST_CASE("razor_attention: the card's case, and prompts within the capacity") {
   const std::map<std::string, ParamValue> given{
-      {"sinks", std::int64_t{2}}, {"window", std::int64_t{4}}, {"window_share", 0.}, {"retrieval_heads", false}};
+      {"sinks", std::int64_t{2}}, {"window", std::int64_t{3}}, {"window_share", 0.}, {"retrieval_heads", false}};
   const auto kept = [&](int tokens) {
     OnText run(Role::policy, "razor_attention", given, 0, 32, 8);
     run.prefill(tokens);
     return run.kept(0, 0);
   };
-  CHECK(kept(10) == std::vector<int>{0, 1, 6, 7, 8, 9});
-  CHECK(kept(6) == positions_to(6));
+  CHECK(kept(10) == std::vector<int>{0, 1, 7, 8, 9});
+  CHECK(kept(5) == positions_to(5));
   CHECK(kept(1) == positions_to(1));
 }
 

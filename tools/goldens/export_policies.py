@@ -87,7 +87,7 @@ EVICTING = {
 DUO = {"name": "duo_attention", "sinks": 3, "window": 14,
        "profile": {"gate": [[0.3, 0.9], [0.6, 0.1], [0.6, 0.0]]}}
 RAZOR = {"name": "razor_attention", "sinks": 2, "window": 12, "window_share": 0.0, "induction": 0.3, "echo": 0.2,
-         "profile": {"echo": [[0.1, 0.2], [0.7, 0.1], [0.7, 0.3]], "induction": [[0.2, 0.5], [0.1, 0.5], [0.6, 0.3]]}}
+         "compensation": False, "profile": {"echo": [[0.1, 0.2], [0.7, 0.1], [0.7, 0.3]], "induction": [[0.2, 0.5], [0.1, 0.5], [0.6, 0.3]]}}
 OMNIKV = {"name": "omnikv", "budget": {"tokens": 20}, "filter_layers": "0", "wait_layers": 0}
 SPARQ = {"name": "sparq", "budget": {"tokens": 20}}
 HEADS = {

@@ -124,6 +124,10 @@ class Edits {
   // Only select() may, once, and neither beside a list to attend to nor with mass; else Errc::plugin. No edit: this
   // step's attention writes these logits, which observe may read. Take the memory by Workspace::room, for each layer.
   void keep_logits(const HeadLogits& logits) { logits_.push_back(logits); }
+  // Only select() may, once, without mass and in RopeRegime::original; else Errc::plugin. No edit: this step's
+  // attention also reads these tokens, whatever else it reads. A sliding window does not hide them. Logits that it
+  // keeps are of cached tokens alone. Attention of prompts never reads made-up tokens.
+  void read_made_up(const MadeUpTokens& tokens) { made_up_.push_back(tokens); }
   void evict(const TokenList& tokens, Deadline when = {}) { push(Edit::evict, tokens, when); }
   void evict_rest(const TokenList& kept, Deadline when = {}) { push(Edit::evict_rest, kept, when); }
   // Finds the tokens and evicts them at once: one launch on the GPU.
@@ -178,6 +182,7 @@ class Edits {
 
   const std::vector<Edit>& all() const { return edits_; }
   const std::vector<HeadLogits>& logits() const { return logits_; }
+  const std::vector<MadeUpTokens>& made_up() const { return made_up_; }
 
  private:
   Edit& push(Edit::Verb verb, const IndexList& list, Deadline when) {
@@ -193,6 +198,7 @@ class Edits {
   int layer_;
   std::vector<Edit> edits_;
   std::vector<HeadLogits> logits_;
+  std::vector<MadeUpTokens> made_up_;
 };
 
 }  // namespace kvlab

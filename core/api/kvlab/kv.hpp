@@ -257,6 +257,17 @@ struct HeadLogits {
   }
 };
 
+// Made-up tokens of KV heads, which a policy keeps beside the cache (KeptMadeUp). Attention reads them where
+// Edits::read_made_up says so. Token i counts as weights(slot, kv_head, i) tokens that are all alike: attention adds
+// the natural logarithm of the weight to its logits. Weight 0 = there is no such token. Keys are as attention reads
+// them. head_dim is contiguous.
+struct MadeUpTokens {
+  View<float, 4> keys, values;  // [slot, kv_head, i, head_dim]
+  View<float, 3> weights;       // [slot, kv_head, i]
+
+  explicit operator bool() const { return weights.data != nullptr; }
+};
+
 // Tokens (or the page) that are kept or attended to whatever their score.
 struct Pins {
   int first = 0, last = 0;   // tokens by text position: sinks and the recent window

@@ -214,6 +214,12 @@ void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::
 // The same with a TokenChoice. `list` may be a list that lasts.
 void top_tokens(const PagedKv& kv, View<const float, 3> scores, const TokenChoice& choice, TokenList list, Stream s);
 
+// The tokens that Edits::evict_surplus(surplus) would evict join made-up token i of their head. Its weight grows by
+// their number. Its key and value become the means of all that ever joined, as the cache decodes them. Heads that lose
+// no token are left alone. Errc::unsupported: a regime but RopeRegime::original, because the mean of keys at old ranks
+// means nothing. Bytes: what finds the surplus, and keys and values of the tokens that join.
+void fold_surplus(const PagedKv& kv, const Surplus& surplus, int i, const MadeUpTokens& to, Stream s);
+
 // When ops::drifted_heads compares the median of the last `window` overlaps, at most 64, with the threshold: in steps
 // where (steps + lead) % period == 0, by each sequence's own count.
 struct DriftRule {

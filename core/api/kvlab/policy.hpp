@@ -371,6 +371,28 @@ class KeptSeries {
   std::vector<View<float, 3>> layers_;
 };
 
+// `count` made-up tokens for each KV head. At first there are none: all weights are 0.
+class KeptMadeUp {
+ public:
+  KeptMadeUp() = default;
+  KeptMadeUp(const char* tag, const Shape& s, int count, Workspace& w) {
+    const std::int64_t dim = s.head_dim, of_layer = std::int64_t{s.kv_heads} * count, all = of_layer * s.layers,
+                       slot = all * (2 * dim + 1);
+    auto* data = static_cast<float*>(w.state(tag, static_cast<std::size_t>(slot) * sizeof(float), s.max_slots));
+    const std::array<std::int64_t, 4> extent{s.max_slots, s.kv_heads, count, dim}, stride{slot, count * dim, dim, 1};
+    for (std::int64_t at = 0; at < all; at += of_layer)
+      layers_.push_back({{data + at * dim, extent, stride},
+                         {data + (all + at) * dim, extent, stride},
+                         {data + 2 * all * dim + at, {s.max_slots, s.kv_heads, count}, {slot, count, 1}}});
+  }
+  MadeUpTokens of(const LayerKv& kv) const {
+    return layers_.empty() ? MadeUpTokens{} : layers_[static_cast<std::size_t>(kv.layer)];
+  }
+
+ private:
+  std::vector<MadeUpTokens> layers_;
+};
+
 // A mark or a number for each KV head: [slot, kv_head] of a layer.
 template <class T>
 class KeptOfHeads {

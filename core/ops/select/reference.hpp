@@ -22,6 +22,7 @@ void head_sum_reference(const PagedKv& kv, View<const float, 3> in, Pins leave_o
 void tokens_of_share_reference(const PagedKv& kv, View<const float, 3> scores, float share, Pins leave_out,
                                View<float, 2> out);
 void top_p_tokens_reference(const PagedKv& kv, View<const float, 3> weights, float p, Pins pins, TokenList list);
+void fold_surplus_reference(const PagedKv& kv, const Surplus& surplus, int i, const MadeUpTokens& to);
 void allot_uniform_reference(const Allotment& a);
 void allot_tokens_reference(const Allotment& a, const std::int32_t* tokens);
 void allot_by_score_reference(const Allotment& a, double floor, bool exact_total);

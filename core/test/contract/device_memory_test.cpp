@@ -94,6 +94,7 @@ class OnGuardedDevice final : public Policy {
     take_back(from.pages, kv.pages);
     hand_over(made, edits, *from.workspace, from.slots, *from.shape);
     for (const HeadLogits& logits : made.logits()) edits.keep_logits(copy_of(logits, *from.shape));
+    for (const MadeUpTokens& tokens : made.made_up()) edits.read_made_up(copy_of(tokens, *from.workspace));
     device_.reset();
   }
 
@@ -109,6 +110,24 @@ class OnGuardedDevice final : public Policy {
       for (int head = 0; head < s.kv_heads; ++head) on_.push_back(logits.heads.on(slot, head));
     return {View<float, 4>::dense(logits_.data(), extent), index_.data(),
             Heads::flagged(View<const std::uint8_t, 2>::dense(on_.data(), {s.max_slots, s.kv_heads}))};
+  }
+
+  // Attention reads memory of the host.
+  static MadeUpTokens copy_of(const MadeUpTokens& from, Workspace& w) {
+    const GuardedDevice::Open open;
+    const auto [slots, heads, count] = from.weights.extent;
+    const std::int64_t dim = from.keys.extent[3];
+    const MadeUpTokens to{take_scratch<float>(w, "made-up keys", {slots, heads, count, dim}),
+                          take_scratch<float>(w, "made-up values", {slots, heads, count, dim}),
+                          take_scratch<float>(w, "made-up weights", {slots, heads, count})};
+    for (std::int64_t slot = 0; slot < slots; ++slot)
+      for (std::int64_t head = 0; head < heads; ++head)
+        for (std::int64_t i = 0; i < count; ++i) {
+          to.weights(slot, head, i) = from.weights(slot, head, i);
+          std::copy_n(&from.keys(slot, head, i, 0), dim, &to.keys(slot, head, i, 0));
+          std::copy_n(&from.values(slot, head, i, 0), dim, &to.values(slot, head, i, 0));
+        }
+    return to;
   }
 
   template <class Visit>
