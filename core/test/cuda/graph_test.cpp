@@ -411,6 +411,55 @@ TEST_CASE("cuda engine: steps that read lists of an amount of their own are repl
   CHECK(known == 2);
 }
 
+TEST_CASE("cuda engine: steps that read made-up tokens, and let tokens join them, are replayed") {
+  // Attention reads the mean of all that left. With `listed` it reads few of the other tokens.
+  class Folding final : public Policy {
+   public:
+    explicit Folding(bool listed) : listed_(listed) {}
+    Needs needs() const override { return Needs{}.own_amount(true).capturable(true); }
+    void attach(const Shape& s, const BudgetAmount&, Workspace& w) override {
+      made_ = KeptMadeUp("mean", s, 1, w);
+      keep_ = HeadConstants<std::int32_t>(
+          "keep", s, std::vector<std::int32_t>(static_cast<std::size_t>(s.layers * s.kv_heads), 20), w);
+      const std::vector<Pins> pins(static_cast<std::size_t>(s.max_slots), {.first = 3});
+      pins_ = static_cast<const Pins*>(w.constant("pins", pins.data(), pins.size() * sizeof(Pins)));
+    }
+    void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override { fold(kv, edits, s); }
+    void select(const LayerStep& step, Edits& edits, Stream s) override {
+      edits.read_made_up(made_.of(step));
+      if (!listed_) return;
+      const Scores score = step.kv_head_scores("recency");
+      ops::recency(step.pages, score, s);
+      const auto keep = step.scratch<std::int32_t>("newest", {step.rows(), step.kv_heads()});
+      ops::fill_heads(keep, 8, s);
+      const auto list = step.list<TokenList>("newest", 8);
+      ops::top_tokens(step.pages, score, keep, nullptr, list, s);
+      edits.attend(list);
+    }
+    void observe(const LayerStep& step, Edits& edits, Stream s) override { fold(step, edits, s); }
+
+   private:
+    void fold(const LayerKv& kv, Edits& edits, Stream s) const {
+      const Surplus surplus{.keep = {keep_.of(kv), {kv.rows(), kv.kv_heads()}, {0, 1}}, .pins = pins_};
+      ops::fold_surplus(kv.pages, surplus, 0, made_.of(kv), s);
+      edits.evict_surplus(surplus);
+    }
+    bool listed_;
+    KeptMadeUp made_;
+    HeadConstants<std::int32_t> keep_;
+    const Pins* pins_ = nullptr;
+  };
+  for (const bool listed : {false, true}) {
+    CAPTURE(listed);
+    Pair p(test::full_spec(), [&] { return std::make_shared<Folding>(listed); });
+    const int a = p.open(12, 1), b = p.open(40, 2);  // a starts to lose tokens in its steps
+    for (int i = 0; i < 14; ++i) p.step({a, b});
+    for (int i = 0; i < 3; ++i) p.step({b});
+    CHECK(p.graphs.replays() == 13 + 2);
+    CHECK(p.graphs.store().length(1, a, 0) == 20);
+  }
+}
+
 TEST_CASE("cuda engine: steps that place pages are replayed") {
   int known = 0;
   for (const test::Subject& s : test::subjects().list()) {
