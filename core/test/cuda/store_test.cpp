@@ -3,6 +3,7 @@
 
 #include <catch2/catch.hpp>
 #include <functional>
+#include <kvlab/clusters.hpp>
 #include <kvlab/error.hpp>
 #include <kvlab/ops.hpp>
 #include <limits>
@@ -1335,6 +1336,16 @@ TEST_CASE("cuda store: an op that reads a page of the host alone is refused and 
                               stream);
        }},
       {"recency", [&] { ops::recency(kv, scores(s.kv_heads), stream); }},
+      {"cluster_keys",
+       [&] {
+         const std::int64_t slots = s.max_slots, heads = s.kv_heads, dim = s.head_dim;
+         KeyClusters c;
+         c.centroid = View<float, 4>::dense(there.take<float>(slots * heads * 2 * dim), {slots, heads, 2, dim});
+         c.size = View<std::int32_t, 3>::dense(there.take<std::int32_t>(slots * heads * 2), {slots, heads, 2});
+         c.token = View<std::int32_t, 3>::dense(there.take<std::int32_t>(slots * heads * 20), {slots, heads, 20});
+         c.bound = View<std::int32_t, 3>::dense(there.take<std::int32_t>(slots * heads * 2), {slots, heads, 2});
+         ops::cluster_keys(kv, {{.tokens = 20, .clusters = 2}}, {.iterations = 1}, c, both.cuda.workspace(), stream);
+       }},
       {"random_scores",
        [&] { ops::random_scores(kv, there.put(std::vector<std::uint64_t>{1}), scores(s.kv_heads), stream); }},
       {"layer_reduce",

@@ -1,0 +1,95 @@
+// Clusters of keys as an index of a policy's own: ops that make them, score them and choose tokens by them. All of it
+// stays on the stream's device. ops.hpp says what holds for every op.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "kvlab/kv.hpp"
+#include "kvlab/policy.hpp"
+#include "kvlab/stream.hpp"
+#include "kvlab/workspace.hpp"
+
+namespace kvlab {
+
+// The clusters of a layer's keys, in state memory. A head has clusters 0 to clusters - 1. Their tokens are the places
+// of the cache before `end` that were clustered. Places from `end` on belong to no cluster.
+struct KeyClusters {
+  View<float, 4> centroid;      // [slot, kv_head, cluster, head_dim]
+  View<std::int32_t, 3> size;   // [slot, kv_head, cluster] tokens
+  View<std::int32_t, 3> token;  // [slot, kv_head, i] places: those of cluster 0 first, ascending in each cluster
+  View<std::int32_t, 3> bound;  // [slot, kv_head, 2] clusters, end
+};
+
+// Takes empty clusters in attach. Core saves, restores and clears them with the sequence.
+class KeptClusters {
+ public:
+  KeptClusters() = default;
+  // Room for so many clusters of a KV head, and for all tokens of a sequence.
+  KeptClusters(const char* tag, const Shape& s, std::int64_t clusters, Workspace& w) {
+    static_assert(sizeof(float) == sizeof(std::int32_t));
+    const std::int64_t tokens = s.max_tokens, dim = s.head_dim, head = clusters * (dim + 1) + tokens + 2,
+                       layer = head * s.kv_heads, slot = layer * s.layers;
+    auto* data = static_cast<float*>(w.state(tag, static_cast<std::size_t>(slot) * sizeof(float), s.max_slots));
+    for (int l = 0; l < s.layers; ++l) {
+      float* at = data + l * layer;
+      auto* numbers = reinterpret_cast<std::int32_t*>(at + clusters * dim);
+      const auto view = [&](std::int32_t* first, std::int64_t count) {
+        return View<std::int32_t, 3>{first, {s.max_slots, s.kv_heads, count}, {slot, head, 1}};
+      };
+      KeyClusters c;
+      c.centroid = {at, {s.max_slots, s.kv_heads, clusters, dim}, {slot, head, dim, 1}};
+      c.size = view(numbers, clusters);
+      c.token = view(numbers + clusters, tokens);
+      c.bound = view(numbers + clusters + tokens, 2);
+      layers_.push_back(c);
+    }
+  }
+  const KeyClusters& of(const LayerKv& kv) const { return layers_[static_cast<std::size_t>(kv.layer)]; }
+
+ private:
+  std::vector<KeyClusters> layers_;
+};
+
+// What ops::cluster_keys does with a row: places [from, from + tokens) become so many clusters. They replace all that
+// the row has. No clusters of no tokens make `from` the end. With `append` the places are those from the end on, and
+// the clusters come behind the others. Heads that hold fewer places behind their end, or have no room, then stay as
+// they are.
+struct ClusterRange {
+  int from = 0, tokens = 0;
+  int clusters = -1;  // -1: the row stays as it is
+  bool append = false;
+};
+
+struct ClusterRule {
+  int iterations = 20;
+  std::uint64_t seed = 0;
+};
+
+namespace ops {
+
+// k-means of keys by cosine. The first centroids are keys of the range, drawn as below. Each iteration gives every key
+// to the centroid of the greatest cosine. A centroid then becomes the mean of its keys as stored, or stays where it has
+// none. After the last iteration the keys are given out once more, and the centroids stay. The cosine with a vector of
+// zeros is 0. Sums are in f64, in the order of places and of elements, and centroids are f32: both devices find the
+// same bits. The draw is Knuth's algorithm S over the places in order. Number h of the SplitMix64 sequence that starts
+// at the seed starts the sequence of KV head h. Of n places, with `left` still to draw, place i is taken where the top
+// 32 bits of number i, times n - i, are below left * 2^32. ranges: [row], host memory; so a graph cannot hold the call.
+// More clusters than tokens are Errc::internal, and so are tokens without a cluster. Keys must be stored as rotated:
+// RopeRegime::cache_relative is Errc::unsupported. Scratch: a number for each KV head and token of the longest range,
+// and three for each cluster. Bytes: the range's keys, twice for each iteration.
+void cluster_keys(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const ClusterRule& rule,
+                  const KeyClusters& clusters, Workspace& w, Stream s);
+
+// out[row, kv_head, cluster] = mean over the group of query . centroid, summed in f64. queries: [row, query head,
+// head_dim], contiguous along head_dim. Entries behind a head's clusters are left alone. Bytes: the centroids.
+void cluster_scores(const PagedKv& kv, View<const float, 3> queries, const KeyClusters& clusters, Scores out, Stream s);
+
+// list = the places below `first`, those from the end of the clusters on, and at most most(row, kv_head) tokens of
+// clusters. Whole clusters are taken in the order of their scores. Of the first one that does not fit, the tokens that
+// come first by place are taken, and that is the last. list needs room for every token of the head. Bytes: scores,
+// sizes, and the list.
+void cluster_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> most, int first,
+                    const KeyClusters& clusters, TokenList list, Stream s);
+
+}  // namespace ops
+}  // namespace kvlab

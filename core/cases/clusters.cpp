@@ -1,0 +1,128 @@
+// Clusters of keys: made for ragged rows and appended to, scored, and turned into lists of tokens.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "cases/on_caches.hpp"
+#include "ops/select/clusters.hpp"
+#include "store/workspace.hpp"
+
+namespace kvlab::cases {
+namespace {
+
+using Ints = std::vector<std::int32_t>;
+
+// Clusters of a cache, all of it in vectors.
+struct Index {
+  std::vector<float> centroid;
+  Ints size, token, bound;
+  KeyClusters view;
+
+  Index(std::int64_t slots, std::int64_t heads, std::int64_t room, std::int64_t tokens, std::int64_t dim)
+      : centroid(static_cast<std::size_t>(slots * heads * room * dim), -7),
+        size(static_cast<std::size_t>(slots * heads * room), -7),
+        token(static_cast<std::size_t>(slots * heads * tokens), -7),
+        bound(static_cast<std::size_t>(slots * heads * 2), 0) {
+    view.centroid = View<float, 4>::dense(centroid.data(), {slots, heads, room, dim});
+    view.size = View<std::int32_t, 3>::dense(size.data(), {slots, heads, room});
+    view.token = View<std::int32_t, 3>::dense(token.data(), {slots, heads, tokens});
+    view.bound = View<std::int32_t, 3>::dense(bound.data(), {slots, heads, 2});
+  }
+  KeyClusters put(Place& place) const {
+    return {place.put(view.centroid), place.put(view.size), place.put(view.token), place.put(view.bound)};
+  }
+};
+
+void same_clusters(OnCache& x, const char* what, const KeyClusters& there, const Index& wanted) {
+  const auto scope = x.check.in(what);
+  x.check.equal("bounds", x.place.get(there.bound), wanted.bound);
+  x.check.equal("sizes", x.place.get(there.size), wanted.size);
+  x.check.equal("tokens", x.place.get(there.token), wanted.token);
+  x.check.equal("centroids", x.place.get(there.centroid), wanted.centroid, 0);
+}
+
+// A range of each row, within its shortest head. One row of four stays as it is, and one has no clusters.
+std::vector<ClusterRange> some_ranges(OnCache& x) {
+  std::vector<ClusterRange> ranges;
+  for (int r = 0; r < x.kv.rows; ++r) {
+    int n = x.kv.tokens(r, 0);
+    for (int h = 1; h < x.kv.kv_heads; ++h) n = std::min(n, x.kv.tokens(r, h));
+    ClusterRange range;
+    const int kind = static_cast<int>(x.c.rng() % 8);
+    if (kind < 2) {
+      if (kind == 0) range.from = n, range.clusters = 0;
+    } else if (n > 0) {
+      range.from = static_cast<int>(x.c.rng() % static_cast<unsigned>((n + 1) / 2));
+      range.tokens = 1 + static_cast<int>(x.c.rng() % static_cast<unsigned>(n - range.from));
+      range.clusters = 1 + static_cast<int>(x.c.rng() % static_cast<unsigned>(std::min(range.tokens, 9)));
+    }
+    ranges.push_back(range);
+  }
+  return ranges;
+}
+
+void check_choice(OnCache& x, const Index& index, const KeyClusters& there) {
+  const Stream s = x.stream();
+  const std::int64_t rows = x.c.rows(), heads = x.c.kv_heads(), room = index.view.size.extent[2], longest = x.c.room();
+  Numbers<3> queries(x, {rows, x.c.heads(), x.kv.head_dim}), scores(x, {rows, heads, room});
+  const auto queries_there = queries.put();
+  x.same<3>(
+      "cluster_scores", scores.own(), 1e-6,
+      [&](Scores out) { ops::cluster_scores(x.there, queries_there, there, out, s); },
+      [&](Scores out) { ops::cluster_scores_reference(x.kv, queries.view(), index.view, out); });
+  for (const bool ties : {false, true}) {
+    for (std::int64_t r = 0; ties && r < rows; ++r)
+      for (std::int64_t h = 0; h < heads; ++h)
+        for (std::int64_t c = 0; c < room; ++c)
+          scores.own()(r, h, c) = x.c.rng() % 5 ? static_cast<float>(x.c.rng() % 3) : NAN;
+    Ints most;
+    for (std::int64_t i = 0; i < rows * heads; ++i) most.push_back(static_cast<int>(x.c.rng() % 40) - 2);
+    const auto most_view = View<const std::int32_t, 2>::dense(most.data(), {rows, heads});
+    Ints entries(static_cast<std::size_t>(rows * heads * longest)), count(static_cast<std::size_t>(rows * heads));
+    TokenList list, list_there;
+    list.index = View<std::int32_t, 3>::dense(entries.data(), {rows, heads, longest});
+    list.count = View<std::int32_t, 2>::dense(count.data(), {rows, heads});
+    list_there = x.place.put(list);
+    const int first = static_cast<int>(x.c.rng() % 4);
+    ops::cluster_tokens_reference(x.kv, scores.view(), most_view, first, index.view, list);
+    ops::cluster_tokens(x.there, scores.put(), x.place.put(most_view), first, there, list_there, s);
+    const auto scope = x.check.in(ties ? "cluster_tokens, with ties" : "cluster_tokens");
+    x.check.equal("counts", x.place.get(list_there.count), count);
+    Ints got = x.place.get(list_there.index);
+    for (std::size_t head = 0; head < count.size(); ++head)  // what lies behind a list means nothing
+      for (auto i = static_cast<std::size_t>(count[head]); i < static_cast<std::size_t>(longest); ++i)
+        got[head * static_cast<std::size_t>(longest) + i] = entries[head * static_cast<std::size_t>(longest) + i];
+    x.check.equal("tokens", got, entries);
+  }
+}
+
+void check_clusters(OnCache& x) {
+  x.kv.rope = x.there.rope = RopeRegime::original;  // keys count as they are stored
+  const Stream s = x.stream();
+  Ledger ledger;
+  StoreWorkspace w(ledger, s);
+  Index index(x.kv.length.extent[0], x.kv.kv_heads, 14, x.c.room(), x.kv.head_dim);
+  const KeyClusters there = index.put(x.place);
+  const ClusterRule rule{static_cast<int>(x.n % 4), x.c.rng()};
+  const auto ranges = some_ranges(x);
+  ops::cluster_keys(x.there, ranges, rule, there, w, s);
+  ops::cluster_keys_reference(x.kv, ranges, rule, index.view);
+  same_clusters(x, "cluster_keys", there, index);
+  check_choice(x, index, there);
+  // Some heads have no room for them, or too few tokens.
+  std::vector<ClusterRange> more(ranges.size());
+  for (ClusterRange& range : more)
+    if (x.c.rng() % 4) range = {.tokens = 11, .clusters = 6, .append = true};
+  ops::cluster_keys(x.there, more, rule, there, w, s);
+  ops::cluster_keys_reference(x.kv, more, rule, index.view);
+  same_clusters(x, "cluster_keys that appends", there, index);
+  check_choice(x, index, there);
+}
+
+std::vector<Case> list() { return {on_caches("clusters", "of ragged rows", 48, check_clusters)}; }
+
+const Announced announced{list};
+
+}  // namespace
+}  // namespace kvlab::cases

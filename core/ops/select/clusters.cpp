@@ -1,0 +1,232 @@
+#include "ops/select/clusters.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "base/device_op.hpp"
+#include "ops/page/check.hpp"
+#include "ops/page/paged.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+void check_clusters(const PagedKv& kv, const KeyClusters& c, const char* op) {
+  const std::int64_t slots = c.bound.extent[0], heads = kv.kv_heads, room = c.size.extent[2];
+  if (c.centroid.extent != std::array{slots, heads, room, std::int64_t{kv.head_dim}} || c.centroid.stride[3] != 1 ||
+      c.size.extent != std::array{slots, heads, room} || c.token.extent[0] != slots || c.token.extent[1] != heads ||
+      c.bound.extent != std::array{slots, heads, std::int64_t{2}} || c.size.stride[2] != 1 || c.token.stride[2] != 1 ||
+      c.bound.stride[2] != 1)
+    fail(Errc::internal, op, "got clusters of another shape, wanted those of this cache's KV heads");
+}
+
+void check_ranges(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const KeyClusters& c, Stream s,
+                  const char* op) {
+  if (ranges.size() != static_cast<std::size_t>(kv.rows))
+    fail(Errc::internal, op,
+         "got " + std::to_string(ranges.size()) + " ranges, wanted one for each of " + std::to_string(kv.rows) +
+             " rows");
+  for (int r = 0; r < kv.rows; ++r) {
+    const ClusterRange& range = ranges[static_cast<std::size_t>(r)];
+    if (range.clusters < 0) continue;
+    if (range.from < 0 || range.tokens < 0 || range.from + range.tokens > c.token.extent[2])
+      fail(Errc::internal, op,
+           "got places " + std::to_string(range.from) + " to " + std::to_string(range.from + range.tokens) +
+               ", wanted at most " + std::to_string(c.token.extent[2]));
+    if (range.clusters > range.tokens || (range.clusters == 0 && range.tokens > 0))
+      fail(Errc::internal, op,
+           "got " + std::to_string(range.clusters) + " clusters of " + std::to_string(range.tokens) +
+               " tokens, wanted at least one and no more than there are tokens");
+    if (range.clusters > c.size.extent[2])
+      fail(Errc::internal, op,
+           "got " + std::to_string(range.clusters) + " clusters, wanted at most " + std::to_string(c.size.extent[2]) +
+               ", for which there is room");
+    if (s.device() == Device::cpu && !range.append)
+      for (int h = 0; h < kv.kv_heads; ++h)
+        if (range.from + range.tokens > kv.tokens(r, h))
+          fail(Errc::internal, op,
+               "got a range up to place " + std::to_string(range.from + range.tokens) + ", wanted at most " +
+                   std::to_string(kv.tokens(r, h)) + ", the head's tokens");
+  }
+}
+
+// The centroid of the greatest cosine for each of n keys. The norm of a key changes no order.
+void nearest(const float* keys, int n, int dim, const float* centroids, int count, std::int32_t* label) {
+  const auto room = static_cast<std::size_t>(count);
+  std::vector<double> turned(room * static_cast<std::size_t>(dim)), norm(room);  // [d][centroid]: sums side by side
+  for (int c = 0; c < count; ++c) {
+    double squares = 0;
+    for (int d = 0; d < dim; ++d) {
+      const double x = centroids[std::int64_t{c} * dim + d];
+      turned[static_cast<std::size_t>(d) * room + static_cast<std::size_t>(c)] = x;
+      squares += x * x;
+    }
+    norm[static_cast<std::size_t>(c)] = std::sqrt(squares);
+  }
+#pragma omp parallel if (worth_threads(std::int64_t{n} * count))
+  {
+    std::vector<double> dot(room);
+#pragma omp for schedule(static)
+    for (int t = 0; t < n; ++t) {
+      std::fill(dot.begin(), dot.end(), 0.);
+      for (int d = 0; d < dim; ++d) {
+        const double x = keys[std::int64_t{t} * dim + d];
+        const double* of_d = turned.data() + static_cast<std::size_t>(d) * room;
+        for (std::size_t c = 0; c < room; ++c) dot[c] += x * of_d[c];
+      }
+      double most = -INFINITY;
+      label[t] = 0;
+      for (std::size_t c = 0; c < room; ++c) {
+        const double cosine = norm[c] > 0 ? dot[c] / norm[c] : 0;
+        if (cosine > most) most = cosine, label[t] = static_cast<std::int32_t>(c);
+      }
+    }
+  }
+}
+
+void move_centroids(const float* keys, int n, int dim, const std::int32_t* label, float* centroids, int count) {
+  std::vector<double> sum(static_cast<std::size_t>(count) * static_cast<std::size_t>(dim));
+  std::vector<int> members(static_cast<std::size_t>(count));
+  for (int t = 0; t < n; ++t) {
+    ++members[static_cast<std::size_t>(label[t])];
+    double* to = sum.data() + std::int64_t{label[t]} * dim;
+    for (int d = 0; d < dim; ++d) to[d] += keys[std::int64_t{t} * dim + d];
+  }
+  for (int c = 0; c < count; ++c)
+    for (int d = 0; members[static_cast<std::size_t>(c)] && d < dim; ++d)
+      centroids[std::int64_t{c} * dim + d] =
+          static_cast<float>(sum[static_cast<std::size_t>(c * dim + d)] / members[static_cast<std::size_t>(c)]);
+}
+
+void cluster_head(const PagedKv& kv, int row, int head, const ClusterRange& range, const ClusterRule& rule,
+                  const KeyClusters& out) {
+  const std::int64_t slot = kv.slots[row], dim = kv.head_dim;
+  std::int32_t* bound = &out.bound(slot, head, 0);
+  const ClusterPlan plan = plan_of(range, kv.tokens(row, head), bound, out.size.extent[2]);
+  if (plan.clusters < 0) return;
+  const int n = plan.to - plan.from, count = plan.clusters;
+  std::vector<float> all(static_cast<std::size_t>(plan.to * dim));
+  if (n > 0) gather_rows(kv, row, head, KvSide::key, plan.to, all.data());
+  const float* keys = all.data() + plan.from * dim;
+  std::vector<std::int32_t> label(static_cast<std::size_t>(n)), drawn(static_cast<std::size_t>(count));
+  draw_centroids(range, rule.seed, head, drawn.data());
+  float* centroids = &out.centroid(slot, head, plan.first, 0);
+  for (int c = 0; c < count; ++c)
+    std::copy_n(keys + drawn[static_cast<std::size_t>(c)] * dim, dim, centroids + c * dim);
+  for (int i = 0; i < rule.iterations && count > 0; ++i) {
+    nearest(keys, n, kv.head_dim, centroids, count, label.data());
+    move_centroids(keys, n, kv.head_dim, label.data(), centroids, count);
+  }
+  if (count > 0) nearest(keys, n, kv.head_dim, centroids, count, label.data());
+  std::int32_t* sizes = &out.size(slot, head, 0);
+  std::vector<std::int32_t*> to;
+  std::int32_t* next = &out.token(slot, head, 0);
+  for (int c = 0; c < plan.first; ++c) next += sizes[c];
+  for (int c = 0; c < count; ++c) {
+    sizes[plan.first + c] = static_cast<std::int32_t>(std::count(label.begin(), label.end(), c));
+    to.push_back(next);
+    next += sizes[plan.first + c];
+  }
+  for (int t = 0; t < n; ++t) *to[static_cast<std::size_t>(label[static_cast<std::size_t>(t)])]++ = plan.from + t;
+  bound[0] = plan.first + count, bound[1] = plan.to;
+}
+
+}  // namespace
+
+void draw_centroids(const ClusterRange& range, std::uint64_t seed, int kv_head, std::int32_t* out) {
+  const std::uint64_t start = split_mix(seed, kv_head);
+  int left = range.clusters;
+  for (int i = 0; left > 0; ++i)
+    if (static_cast<int>((split_mix(start, i) >> 32) * static_cast<std::uint64_t>(range.tokens - i) >> 32) < left)
+      *out++ = i, --left;
+}
+
+void cluster_keys(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const ClusterRule& rule,
+                  const KeyClusters& clusters, Workspace& w, Stream s) {
+  const char* op = "cluster_keys";
+  check_kv(kv, op, s);
+  check_clusters(kv, clusters, op);
+  check_ranges(kv, ranges, clusters, s, op);
+  if (kv.rope == RopeRegime::cache_relative)
+    fail(Errc::unsupported, op, "got keys before RoPE (cache_relative), wanted keys that are stored as rotated");
+  if (rule.iterations < 0)
+    fail(Errc::internal, op, "got " + std::to_string(rule.iterations) + " iterations, wanted at least 0");
+  if (s.device() == Device::cuda) return on_cuda<cluster_keys>(kv, ranges, rule, clusters, w, s);
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      if (ranges[static_cast<std::size_t>(r)].clusters > 0) check_resident(kv, r, h, op);
+      cluster_head(kv, r, h, ranges[static_cast<std::size_t>(r)], rule, clusters);
+    }
+}
+
+void cluster_scores(const PagedKv& kv, View<const float, 3> queries, const KeyClusters& clusters, Scores out,
+                    Stream s) {
+  const char* op = "cluster_scores";
+  check_kv(kv, op, s);
+  check_clusters(kv, clusters, op);
+  if (queries.extent[0] < kv.rows || queries.extent[1] % kv.kv_heads || queries.extent[2] != kv.head_dim ||
+      queries.stride[2] != 1)
+    fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, head_dim]");
+  if (out.extent[0] < kv.rows || out.extent[1] != kv.kv_heads || out.extent[2] < clusters.size.extent[2])
+    fail(Errc::internal, op, "got too few scores, wanted [row, kv_head, cluster]");
+  if (s.device() == Device::cuda) return on_cuda<cluster_scores>(kv, queries, clusters, out, s);
+  const std::int64_t group = queries.extent[1] / kv.kv_heads;
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h)
+      for (int c = 0; c < clusters.bound(kv.slots[r], h, 0); ++c) {
+        const float* centroid = &clusters.centroid(kv.slots[r], h, c, 0);
+        double sum = 0;
+        for (std::int64_t g = h * group; g < (h + 1) * group; ++g) {
+          double dot = 0;
+          for (int d = 0; d < kv.head_dim; ++d) dot += double{queries(r, g, d)} * double{centroid[d]};
+          sum += dot;
+        }
+        out(r, h, c) = static_cast<float>(sum / static_cast<double>(group));
+      }
+}
+
+void cluster_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> most, int first,
+                    const KeyClusters& clusters, TokenList list, Stream s) {
+  const char* op = "cluster_tokens";
+  check_kv(kv, op, s);
+  check_clusters(kv, clusters, op);
+  check_list(kv, list, op);
+  if (scores.extent[0] < kv.rows || scores.extent[1] != kv.kv_heads || scores.extent[2] < clusters.size.extent[2])
+    fail(Errc::internal, op, "got too few scores, wanted [row, kv_head, cluster]");
+  if (most.extent[0] < kv.rows || most.extent[1] < kv.kv_heads)
+    fail(Errc::internal, op, "got too few numbers of tokens, wanted [row, kv_head]");
+  if (s.device() == Device::cuda) return on_cuda<cluster_tokens>(kv, scores, most, first, clusters, list, s);
+  if (list.index.extent[2] < longest(kv))
+    fail(Errc::internal, op,
+         "got a list for " + std::to_string(list.index.extent[2]) + " tokens, wanted room for " +
+             std::to_string(longest(kv)));
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      const std::int64_t slot = kv.slots[r];
+      const int count = clusters.bound(slot, h, 0), end = clusters.bound(slot, h, 1), n = kv.tokens(r, h);
+      std::vector<int> order(static_cast<std::size_t>(count)), start(static_cast<std::size_t>(count));
+      for (int c = 0, at = 0; c < count; at += clusters.size(slot, h, c), ++c)
+        order[static_cast<std::size_t>(c)] = c, start[static_cast<std::size_t>(c)] = at;
+      std::sort(order.begin(), order.end(),
+                [&](int a, int b) { return comes_before(scores(r, h, a), a, scores(r, h, b), b); });
+      std::vector<bool> read(static_cast<std::size_t>(n));
+      for (int t = 0; t < n; ++t) read[static_cast<std::size_t>(t)] = t < first || t >= end;
+      int left = std::max(0, most(r, h));
+      for (const int c : order) {
+        const int taken = std::min(left, clusters.size(slot, h, c));
+        for (int i = 0; i < taken; ++i) {
+          const int t = clusters.token(slot, h, start[static_cast<std::size_t>(c)] + i);
+          if (t < n) read[static_cast<std::size_t>(t)] = true;
+        }
+        left -= taken;
+      }
+      int kept = 0;
+      for (int t = 0; t < n; ++t)
+        if (read[static_cast<std::size_t>(t)]) list.index(list.at(r), h, kept++) = t;
+      list.count(list.at(r), h) = kept;
+    }
+}
+
+}  // namespace kvlab::ops

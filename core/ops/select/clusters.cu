@@ -1,0 +1,238 @@
+// Clusters of keys on a GPU. A thread gives a key to its centroid; a block moves one centroid. Sums run in the order of
+// the CPU's, in f64, and products of two f32 are exact there: labels and centroids have the same bits.
+#include "ops/select/clusters.hpp"
+
+#include <algorithm>
+#include <vector>
+
+#include "base/cuda.cuh"
+#include "base/device_op.hpp"
+#include "ops/page/paged.cuh"
+
+namespace kvlab::ops {
+using namespace cuda;
+namespace {
+
+constexpr int threads = 128, list_threads = 256, label_threads = 32, most_dim = 256, at_once = 4;
+
+// A call on the device. Grids are [.., kv_head, row].
+struct Call {
+  DeviceKv kv;
+  KeyClusters out;
+  const ClusterRange* ranges;   // [row]
+  View<std::int32_t, 3> drawn;  // [row, kv_head, new cluster]
+  View<std::int32_t, 3> label;  // [row, kv_head, token of the range]
+  View<double, 3> norm;         // [row, kv_head, new cluster]
+
+  __device__ int slot(int row) const { return kv.kv.slots[row]; }
+  __device__ ClusterPlan plan(int row, int head) const {
+    return plan_of(ranges[row], kv.tokens(row, head), &out.bound(slot(row), head, 0), out.size.extent[2]);
+  }
+  __device__ float* centroid(int row, int head, const ClusterPlan& p, int c) const {
+    return &out.centroid(slot(row), head, p.first + c, 0);
+  }
+};
+
+__global__ void __launch_bounds__(threads) seed_kernel(const __grid_constant__ Call call) {
+  const int c = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
+  const ClusterPlan p = call.plan(row, head);
+  if (c >= p.clusters) return;
+  const DeviceKv::Token token = call.kv.token(row, head, p.from + call.drawn(row, head, c));
+  for (int d = threadIdx.x; d < call.kv.head_dim; d += threads) call.centroid(row, head, p, c)[d] = token.key(d);
+}
+
+__global__ void __launch_bounds__(threads) norm_kernel(const __grid_constant__ Call call) {
+  const int c = blockIdx.x * threads + threadIdx.x, head = blockIdx.y, row = blockIdx.z;
+  const ClusterPlan p = call.plan(row, head);
+  if (c >= p.clusters) return;
+  const float* x = call.centroid(row, head, p, c);
+  double squares = 0;
+  for (int d = 0; d < call.kv.head_dim; ++d) squares += double(x[d]) * double(x[d]);
+  call.norm(row, head, c) = sqrt(squares);
+}
+
+__global__ void __launch_bounds__(label_threads) label_kernel(const __grid_constant__ Call call) {
+  __shared__ float keys[most_dim * label_threads];  // [d][thread]: each thread's own key
+  const int t = blockIdx.x * label_threads + threadIdx.x, head = blockIdx.y, row = blockIdx.z;
+  const ClusterPlan p = call.plan(row, head);
+  if (p.clusters <= 0 || t >= p.to - p.from) return;
+  const int dim = call.kv.head_dim;
+  const DeviceKv::Token token = call.kv.token(row, head, p.from + t);
+  for (int d = 0; d < dim; ++d) keys[d * label_threads + threadIdx.x] = token.key(d);
+  double most = -INFINITY;
+  int label = 0;
+  for (int c = 0; c < p.clusters; c += at_once) {
+    double dot[at_once] = {};
+    const float* x[at_once];
+    for (int i = 0; i < at_once; ++i) x[i] = call.centroid(row, head, p, min(c + i, p.clusters - 1));
+    for (int d = 0; d < dim; ++d)
+      for (int i = 0; i < at_once; ++i) dot[i] += double(keys[d * label_threads + threadIdx.x]) * double(x[i][d]);
+    for (int i = 0; i < at_once && c + i < p.clusters; ++i) {
+      const double norm = call.norm(row, head, c + i), cosine = norm > 0 ? dot[i] / norm : 0;
+      if (cosine > most) most = cosine, label = c + i;
+    }
+  }
+  call.label(row, head, t) = label;
+}
+
+__global__ void __launch_bounds__(threads) move_kernel(const __grid_constant__ Call call) {
+  const int c = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
+  const ClusterPlan p = call.plan(row, head);
+  if (c >= p.clusters) return;
+  const std::int32_t* label = &call.label(row, head, 0);
+  for (int d = threadIdx.x; d < call.kv.head_dim; d += threads) {
+    double sum = 0;
+    int members = 0;
+    for (int t = 0; t < p.to - p.from; ++t)
+      if (label[t] == c) sum += double(call.kv.token(row, head, p.from + t).key(d)), ++members;
+    if (members) call.centroid(row, head, p, c)[d] = static_cast<float>(sum / members);
+  }
+}
+
+// Sizes, then each cluster's places in order. A thread takes a cluster.
+__global__ void __launch_bounds__(list_threads) members_kernel(const __grid_constant__ Call call) {
+  const int head = blockIdx.y, row = blockIdx.z;
+  const ClusterPlan p = call.plan(row, head);
+  if (p.clusters < 0) return;
+  const std::int32_t* label = &call.label(row, head, 0);
+  std::int32_t *size = &call.out.size(call.slot(row), head, 0), *token = &call.out.token(call.slot(row), head, 0);
+  const int n = p.to - p.from;
+  for (int c = threadIdx.x; c < p.clusters; c += list_threads) {
+    int members = 0;
+    for (int t = 0; t < n; ++t) members += label[t] == c;
+    size[p.first + c] = members;
+  }
+  __syncthreads();
+  for (int c = threadIdx.x; c < p.clusters; c += list_threads) {
+    std::int32_t* to = token;
+    for (int i = 0; i < p.first + c; ++i) to += size[i];
+    for (int t = 0; t < n; ++t)
+      if (label[t] == c) *to++ = p.from + t;
+  }
+  if (threadIdx.x == 0) {
+    std::int32_t* bound = &call.out.bound(call.slot(row), head, 0);
+    bound[0] = p.first + p.clusters, bound[1] = p.to;
+  }
+}
+
+void cluster_keys_cuda(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const ClusterRule& rule,
+                       const KeyClusters& clusters, Workspace& w, Stream s) {
+  int count = -1, tokens = 0;
+  for (const ClusterRange& range : ranges)
+    if (range.clusters >= 0) count = std::max(count, range.clusters), tokens = std::max(tokens, range.tokens);
+  if (kv.rows == 0 || count < 0) return;
+  const std::int64_t rows = kv.rows, heads = kv.kv_heads, width = std::max(count, 1);
+  std::vector<std::int32_t> drawn(static_cast<std::size_t>(rows * heads * width));
+  for (std::int64_t r = 0; r < rows; ++r)
+    for (std::int64_t h = 0; h < heads; ++h)
+      draw_centroids(ranges[static_cast<std::size_t>(r)], rule.seed, static_cast<int>(h),
+                     drawn.data() + (r * heads + h) * width);
+  Call call;
+  call.kv = DeviceKv(kv);
+  call.out = clusters;
+  call.ranges =
+      static_cast<const ClusterRange*>(w.upload("cluster ranges", ranges.data(), ranges.size() * sizeof(ClusterRange)));
+  call.drawn = View<std::int32_t, 3>::dense(static_cast<std::int32_t*>(const_cast<void*>(w.upload(
+                                                "cluster draws", drawn.data(), drawn.size() * sizeof(std::int32_t)))),
+                                            {rows, heads, width});
+  call.label = take_scratch<std::int32_t>(w, "cluster labels", {rows, heads, std::max(tokens, 1)});
+  call.norm = take_scratch<double>(w, "cluster norms", {rows, heads, width});
+  const auto grid = [&](std::int64_t blocks) {
+    return dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(heads), static_cast<unsigned>(rows));
+  };
+  const auto label = [&] {
+    norm_kernel<<<grid((count + threads - 1) / threads), threads, 0, stream_of(s)>>>(call);
+    label_kernel<<<grid((tokens + label_threads - 1) / label_threads), label_threads, 0, stream_of(s)>>>(call);
+  };
+  if (count > 0) {
+    seed_kernel<<<grid(count), threads, 0, stream_of(s)>>>(call);
+    for (int i = 0; i < rule.iterations; ++i) {
+      label();
+      move_kernel<<<grid(count), threads, 0, stream_of(s)>>>(call);
+    }
+    label();
+  }
+  members_kernel<<<grid(1), list_threads, 0, stream_of(s)>>>(call);
+  check_launch("cluster_keys");
+}
+
+__global__ void __launch_bounds__(threads)
+    cluster_scores_kernel(DeviceKv kv, View<const float, 3> queries, const __grid_constant__ KeyClusters clusters,
+                          View<float, 3> out) {
+  const int c = blockIdx.x * threads + threadIdx.x, head = blockIdx.y, row = blockIdx.z, slot = kv.kv.slots[row];
+  if (c >= clusters.bound(slot, head, 0)) return;
+  const float* centroid = &clusters.centroid(slot, head, c, 0);
+  const int group = static_cast<int>(queries.extent[1]) / kv.kv_heads;
+  double sum = 0;
+  for (int g = head * group; g < (head + 1) * group; ++g) {
+    double dot = 0;
+    for (int d = 0; d < kv.head_dim; ++d) dot += double(queries(row, g, d)) * double(centroid[d]);
+    sum += dot;
+  }
+  out(row, head, c) = static_cast<float>(sum / group);
+}
+
+void cluster_scores_cuda(const PagedKv& kv, View<const float, 3> queries, const KeyClusters& clusters, Scores out,
+                         Stream s) {
+  if (kv.rows == 0) return;
+  const dim3 grid(static_cast<unsigned>((clusters.size.extent[2] + threads - 1) / threads),
+                  static_cast<unsigned>(kv.kv_heads), static_cast<unsigned>(kv.rows));
+  cluster_scores_kernel<<<grid, threads, 0, stream_of(s)>>>(DeviceKv(kv), queries, clusters, out);
+  check_launch("cluster_scores");
+}
+
+// A block takes a head. The list first holds a mark for each place; then the marked places move to its front.
+__global__ void __launch_bounds__(list_threads)
+    cluster_tokens_kernel(DeviceKv kv, View<const float, 3> scores, View<const std::int32_t, 2> most, int first,
+                          const __grid_constant__ KeyClusters clusters, const __grid_constant__ TokenList list) {
+  __shared__ int marked[list_threads];
+  const int head = blockIdx.y, row = blockIdx.z, slot = kv.kv.slots[row], me = threadIdx.x;
+  const int n = min(static_cast<std::int64_t>(kv.tokens(row, head)), list.index.extent[2]);
+  const int count = clusters.bound(slot, head, 0), end = clusters.bound(slot, head, 1);
+  std::int32_t* index = &list.index(list.at(row), head, 0);
+  for (int t = me; t < n; t += list_threads) index[t] = t < first || t >= end;
+  __syncthreads();
+  const std::int32_t *size = &clusters.size(slot, head, 0), *token = &clusters.token(slot, head, 0);
+  for (int c = me; c < count; c += list_threads) {
+    const float score = scores(row, head, c);
+    int before = 0, start = 0;  // tokens of better clusters, and of those with a lower index
+    for (int b = 0; b < count; ++b) {
+      if (b < c) start += size[b];
+      if (b != c && comes_before(scores(row, head, b), b, score, c)) before += size[b];
+    }
+    const int taken = min(size[c], max(most(row, head) - before, 0));
+    for (int i = 0; i < taken; ++i)
+      if (token[start + i] < n) index[token[start + i]] = 1;
+  }
+  __syncthreads();
+  int kept = 0;
+  for (int begin = 0; begin < n; begin += list_threads) {
+    const int t = begin + me;
+    marked[me] = t < n && index[t];
+    __syncthreads();
+    int at = kept;
+    for (int i = 0; i < list_threads; ++i) {
+      at += i < me ? marked[i] : 0;
+      kept += marked[i];
+    }
+    if (marked[me]) index[at] = t;
+    __syncthreads();
+  }
+  if (me == 0) list.count(list.at(row), head) = kept;
+}
+
+void cluster_tokens_cuda(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> most, int first,
+                         const KeyClusters& clusters, TokenList list, Stream s) {
+  if (kv.rows == 0) return;
+  const dim3 grid(1, static_cast<unsigned>(kv.kv_heads), static_cast<unsigned>(kv.rows));
+  cluster_tokens_kernel<<<grid, list_threads, 0, stream_of(s)>>>(DeviceKv(kv), scores, most, first, clusters, list);
+  check_launch("cluster_tokens");
+}
+
+}  // namespace
+
+KVLAB_ON_CUDA(cluster_keys, cluster_keys_cuda);
+KVLAB_ON_CUDA(cluster_scores, cluster_scores_cuda);
+KVLAB_ON_CUDA(cluster_tokens, cluster_tokens_cuda);
+
+}  // namespace kvlab::ops

@@ -1,0 +1,44 @@
+// What both devices and the references of kvlab/clusters.hpp share.
+#pragma once
+#include <kvlab/clusters.hpp>
+
+#include <cstdint>
+
+#include "ops/score/random_scores.hpp"
+
+namespace kvlab::ops {
+
+// Where the new clusters of a head go, and of which places they are.
+struct ClusterPlan {
+  int first = 0, clusters = -1;  // -1: the head stays as it is
+  int from = 0, to = 0;
+};
+
+// tokens: of the head. bound: its KeyClusters::bound. room: for clusters.
+constexpr ClusterPlan plan_of(const ClusterRange& range, int tokens, const std::int32_t* bound, std::int64_t room) {
+  ClusterPlan p;
+  if (range.clusters < 0) return p;
+  p.first = range.append ? bound[0] : 0;
+  p.from = range.append ? bound[1] : range.from;
+  p.to = p.from + range.tokens;
+  if (p.to <= tokens && p.first + range.clusters <= room) p.clusters = range.clusters;
+  return p;
+}
+
+// Whether cluster b comes before cluster a in order of scores.
+constexpr bool comes_before(float b, int index_b, float a, int index_a) {
+  const bool none_a = a != a, none_b = b != b;  // NaN ranks below all others
+  if (none_a || none_b) return none_a == none_b ? index_b < index_a : none_a;
+  return b > a || (b == a && index_b < index_a);
+}
+
+// Offsets of the first centroids in the range, ascending: ClusterRange::clusters of them.
+void draw_centroids(const ClusterRange& range, std::uint64_t seed, int kv_head, std::int32_t* out);
+
+void cluster_keys_reference(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const ClusterRule& rule,
+                            const KeyClusters& clusters);
+void cluster_scores_reference(const PagedKv& kv, View<const float, 3> queries, const KeyClusters& clusters, Scores out);
+void cluster_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> most,
+                              int first, const KeyClusters& clusters, TokenList list);
+
+}  // namespace kvlab::ops
