@@ -1,0 +1,99 @@
+// ClusterKV: keys of the prompt are clustered by cosine. Each step reads the clusters whose centroids fit its query
+// best. Liu et al. 2024. Nothing is evicted, and nothing leaves the device.
+#include <kvlab/clusters.hpp>
+#include <kvlab/plugin.hpp>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+namespace {
+
+using kvlab::BudgetAmount;
+
+class ClusterKv final : public kvlab::Policy {
+ public:
+  explicit ClusterKv(const kvlab::Params& p)
+      : sinks_(p.get<int>("sinks")),
+        clusters_(p.get<int>("clusters")),
+        tokens_per_cluster_(p.get<int>("tokens_per_cluster")),
+        window_(p.get<int>("window")),
+        window_clusters_(std::min(window_, p.get<int>("window_clusters"))),
+        dense_(p.get<int>("dense_layers")),
+        rule_{p.get<int>("iterations"), static_cast<std::uint64_t>(p.get<int>("seed")) << 16} {}
+
+  kvlab::Needs needs() const override { return kvlab::Needs{}.dense_layers(dense_).scratch_numbers(8); }
+
+  void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
+    if (budget.kind == BudgetAmount::bytes)
+      throw kvlab::Error(kvlab::Errc::config, "got a budget in bytes, wanted tokens or a ratio: nothing leaves");
+    budget.require(sinks_ + 1, "the sinks, and one of a cluster");
+    limited_ = budget.kind != BudgetAmount::unlimited;
+    room_ = clusters_of(shape.max_tokens) + (window_ > 0 ? shape.max_tokens / window_ * window_clusters_ : 0);
+    if (limited_) kept_ = kvlab::KeptClusters("clusters", shape, room_, w);
+  }
+
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits&, kvlab::Stream s) override {
+    if (!chooses(kv) || !kv.last[0]) return;
+    const int n = kv.position[0], from = std::min(sinks_, n);
+    kvlab::ops::cluster_keys(kv.pages, {{.from = from, .tokens = n - from, .clusters = clusters_of(n - from)}},
+                             rule_of(kv), kept_.of(kv), *kv.workspace, s);
+  }
+
+  void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (!chooses(step)) return;
+    const kvlab::KeyClusters& clusters = kept_.of(step);
+    cluster_windows(step, clusters, s);
+    const auto scores = step.scratch<float>("scores", {step.rows(), step.kv_heads(), room_});
+    kvlab::ops::cluster_scores(step.pages, step.queries.f32(), clusters, scores, s);
+    std::vector<std::int32_t> most;
+    for (int row = 0; row < step.rows(); ++row)
+      most.insert(most.end(), static_cast<std::size_t>(step.kv_heads()), std::max(0, step.budget_tokens(row) - sinks_));
+    const auto list = step.list<kvlab::TokenList>("tokens to read", step.max_length);
+    kvlab::ops::cluster_tokens(step.pages, scores, step.upload_heads("tokens of clusters", most.data()), sinks_,
+                               clusters, list, s);
+    edits.attend(list);
+  }
+
+ private:
+  bool chooses(const kvlab::LayerKv& kv) const { return limited_ && kv.layer >= dense_; }
+  int clusters_of(int tokens) const {
+    return std::min(tokens, clusters_ > 0 ? clusters_ : std::max(1, tokens / tokens_per_cluster_));
+  }
+  kvlab::ClusterRule rule_of(const kvlab::LayerKv& kv) const {
+    return {rule_.iterations, rule_.seed + static_cast<std::uint64_t>(kv.layer)};
+  }
+
+  // Of rows that generated a whole window before this step. The step's own token stays out.
+  void cluster_windows(const kvlab::LayerStep& step, const kvlab::KeyClusters& clusters, kvlab::Stream s) const {
+    std::vector<kvlab::ClusterRange> ranges(static_cast<std::size_t>(step.rows()));
+    bool any = false;
+    for (int row = 0; window_ > 0 && row < step.rows(); ++row) {
+      if (step.step[row] == 0 || step.step[row] % window_ != 0) continue;
+      ranges[static_cast<std::size_t>(row)] = {.tokens = window_, .clusters = window_clusters_, .append = true};
+      any = true;
+    }
+    if (any) kvlab::ops::cluster_keys(step.pages, ranges, rule_of(step), clusters, *step.workspace, s);
+  }
+
+  int sinks_, clusters_, tokens_per_cluster_, window_, window_clusters_, dense_;
+  kvlab::ClusterRule rule_;
+  bool limited_ = false;
+  int room_ = 0;
+  kvlab::KeptClusters kept_;
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::policy<ClusterKv>("clusterkv",
+                                      "clusters of the prompt's keys choose a step's tokens (Liu et al. 2024). Every "
+                                      "token stays on the device")
+                 .param("sinks", 16, 0, kvlab::any, "first tokens, which are read in any case and belong to no cluster")
+                 .param("clusters", 0, 0, kvlab::any, "clusters of a prompt, at most one a token; 0 = by its length")
+                 .param("tokens_per_cluster", 80, 1, kvlab::any, "tokens of the prompt for each cluster, on average")
+                 .param("iterations", 20, 0, kvlab::any, "of k-means")
+                 .param("window", 320, 0, kvlab::any,
+                        "generated tokens that become clusters once there are so many; 0 = none do")
+                 .param("window_clusters", 8, 1, kvlab::any, "clusters of a window, at most one a token")
+                 .param("dense_layers", 2, 0, kvlab::any, "first layers that attend to everything")
+                 .param("seed", 0, 0, kvlab::any, "of the keys that are the first centroids"))

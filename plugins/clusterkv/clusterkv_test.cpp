@@ -1,0 +1,186 @@
+#include <kvlab/clusters.hpp>
+
+#include <cstdint>
+
+#include "support/on_text.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+constexpr int prompt = 160, steps = 24, sinks = 4, tokens = 40, per_cluster = 9, window = 8, window_clusters = 3;
+
+using Vector = std::vector<double>;
+
+struct Cluster {
+  Vector centroid;
+  std::vector<int> members;
+};
+
+// Vigna's form of SplitMix64.
+struct SplitMix {
+  std::uint64_t state;
+  std::uint64_t next() {
+    std::uint64_t z = state += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return z ^ z >> 31;
+  }
+};
+
+void give_out(const std::vector<Vector>& keys, int from, std::vector<Cluster>& clusters) {
+  for (Cluster& c : clusters) c.members.clear();
+  for (std::size_t t = 0; t < keys.size(); ++t) {
+    Cluster* best = nullptr;
+    double most = -2;
+    for (Cluster& c : clusters) {
+      const double cosine = dot(keys[t], c.centroid) / std::sqrt(dot(keys[t], keys[t]) * dot(c.centroid, c.centroid));
+      if (cosine > most) most = cosine, best = &c;
+    }
+    best->members.push_back(from + static_cast<int>(t));
+  }
+}
+
+std::vector<Cluster> cluster(const std::vector<Vector>& keys, int from, int count, int iterations, std::uint64_t seed,
+                             int head) {
+  SplitMix heads{seed};
+  for (int h = 0; h < head; ++h) heads.next();
+  SplitMix draws{heads.next()};
+  std::vector<Cluster> clusters;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    const double share = static_cast<double>(draws.next() >> 32) / 4294967296.;
+    if (share * static_cast<double>(keys.size() - i) <
+        static_cast<double>(count) - static_cast<double>(clusters.size()))
+      clusters.push_back({keys[i], {}});
+  }
+  REQUIRE(static_cast<int>(clusters.size()) == count);
+  for (int i = 0; i < iterations; ++i) {
+    give_out(keys, from, clusters);
+    for (Cluster& c : clusters) {
+      if (c.members.empty()) continue;
+      Vector mean(keys[0].size());
+      for (const int t : c.members)
+        for (std::size_t d = 0; d < mean.size(); ++d)
+          mean[d] += keys[static_cast<std::size_t>(t - from)][d] / static_cast<double>(c.members.size());
+      c.centroid = mean;
+    }
+  }
+  give_out(keys, from, clusters);
+  return clusters;
+}
+
+// At most `most` tokens: whole clusters by score, the last one in part.
+std::vector<int> choose(const std::vector<std::vector<int>>& members, const Vector& scores, std::size_t most) {
+  std::vector<int> order = positions_to(static_cast<int>(scores.size())), out;
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+    return scores[static_cast<std::size_t>(a)] > scores[static_cast<std::size_t>(b)];
+  });
+  for (const int c : order)
+    for (const int t : members[static_cast<std::size_t>(c)])
+      if (out.size() < most) out.push_back(t);
+  return out;
+}
+
+std::vector<Vector> keys_of(const OnText& run, int layer, int head, int from, int to) {
+  std::vector<Vector> keys;
+  for (int t = from; t < to; ++t)
+    keys.push_back(run.layer(layer).keys.at[static_cast<std::size_t>(t)][static_cast<std::size_t>(head)]);
+  return keys;
+}
+
+}  // namespace
+
+// Clusters {1, 4}, {2, 3, 6} and {5}; four tokens beside the sink.
+TEST_CASE("clusterkv: the card's clusters, by the plain choice and by the op") {
+  const std::vector<int> chosen = choose({{1, 4}, {2, 3, 6}, {5}}, {.6, 1., .1}, 4);
+  CHECK(chosen == std::vector<int>{2, 3, 6, 1});
+
+  PagedFixture cache({1, 1, 8, 4, 16});
+  for (int t = 0; t < 8; ++t) cache.append(0, 0, std::vector<float>(8), std::vector<float>(8), t);
+  std::vector<float> centroids(24), scores{.6f, 1, .1f};
+  std::vector<std::int32_t> size{2, 3, 1}, token{1, 4, 2, 3, 6, 5, 0, 0}, bound{3, 7}, index(8), count(1), most{4};
+  KeyClusters clusters;
+  clusters.centroid = View<float, 4>::dense(centroids.data(), {1, 1, 3, 8});
+  clusters.size = View<std::int32_t, 3>::dense(size.data(), {1, 1, 3});
+  clusters.token = View<std::int32_t, 3>::dense(token.data(), {1, 1, 8});
+  clusters.bound = View<std::int32_t, 3>::dense(bound.data(), {1, 1, 2});
+  TokenList list;
+  list.index = View<std::int32_t, 3>::dense(index.data(), {1, 1, 8});
+  list.count = View<std::int32_t, 2>::dense(count.data(), {1, 1});
+  ops::cluster_tokens(cache.view(), View<const float, 3>::dense(scores.data(), {1, 1, 3}),
+                      View<const std::int32_t, 2>::dense(most.data(), {1, 1}), 1, clusters, list, Stream::cpu());
+  index.resize(static_cast<std::size_t>(count[0]));
+  CHECK(index == std::vector<std::int32_t>{0, 1, 2, 3, 6, 7});  // 7 is recent
+}
+
+TEST_CASE("clusterkv reads on real text what a plain implementation reads") {
+  const bool by_number = GENERATE(false, true);
+  CAPTURE(by_number);
+  constexpr int seed = 5, iterations = 6;
+  std::map<std::string, ParamValue> params{
+      {"sinks", std::int64_t{sinks}},    {"iterations", std::int64_t{iterations}},
+      {"window", std::int64_t{window}},  {"window_clusters", std::int64_t{window_clusters}},
+      {"dense_layers", std::int64_t{1}}, {"seed", std::int64_t{seed}}};
+  params[by_number ? "clusters" : "tokens_per_cluster"] = std::int64_t{by_number ? 11 : per_cluster};
+  const int count = by_number ? 11 : (prompt - sinks) / per_cluster;
+  OnText run(Role::policy, "clusterkv", params, tokens, prompt + steps, 8);
+  run.prefill(prompt);
+  for (int step = 0; step < steps; ++step) run.step();
+  for (int layer = 0; layer < run.config().layers; ++layer)
+    for (int head = 0; head < run.config().kv_heads; ++head) {
+      const auto& here = run.layer(layer);
+      const std::uint64_t of_layer = (std::uint64_t{seed} << 16) + static_cast<std::uint64_t>(layer);
+      int end = prompt;
+      std::vector<Cluster> clusters =
+          cluster(keys_of(run, layer, head, sinks, end), sinks, count, iterations, of_layer, head);
+      for (int step = 0; step < steps; ++step) {
+        CAPTURE(layer, head, step);
+        if (layer == 0) {
+          CHECK(here.read[static_cast<std::size_t>(step)].empty());
+          continue;
+        }
+        if (step > 0 && step % window == 0) {
+          for (auto& c :
+               cluster(keys_of(run, layer, head, end, end + window), end, window_clusters, iterations, of_layer, head))
+            clusters.push_back(c);
+          end += window;
+        }
+        Vector scores, query(here.queries.at[0][0].size());
+        std::vector<std::vector<int>> members;
+        for (int g = 0; g < run.group(); ++g)
+          for (std::size_t d = 0; d < query.size(); ++d)
+            query[d] +=
+                here.queries
+                    .at[static_cast<std::size_t>(prompt + step)][static_cast<std::size_t>(head * run.group() + g)][d] /
+                run.group();
+        for (const Cluster& c : clusters) scores.push_back(dot(query, c.centroid)), members.push_back(c.members);
+        std::vector<int> wanted = choose(members, scores, tokens - sinks);
+        for (int t = 0; t < sinks; ++t) wanted.push_back(t);
+        for (int t = end; t <= prompt + step; ++t) wanted.push_back(t);
+        std::sort(wanted.begin(), wanted.end());
+        CHECK(here.read[static_cast<std::size_t>(step)][static_cast<std::size_t>(head)] == wanted);
+      }
+      CHECK(run.kept(layer, head) == positions_to(prompt + steps));
+    }
+}
+
+TEST_CASE("clusterkv: short prompts are read as a whole, and what it cannot obey is refused") {
+  const auto read = [](int of_prompt) {
+    OnText run(Role::policy, "clusterkv", {{"sinks", std::int64_t{sinks}}, {"clusters", std::int64_t{30}}}, 20, 64, 8);
+    run.prefill(of_prompt);
+    run.step();
+    run.step();
+    return run.layer(5).read[1][0].size();
+  };
+  CHECK(read(1) == 1 + 2);
+  CHECK(read(sinks) == sinks + 2);
+  CHECK(read(10) == 10 + 2);  // fewer tokens than clusters
+  CHECK(read(20) == 20 + 2);
+  CHECK(read(21) == 20 + 2);
+  CHECK(read(40) == 20 + 2);
+  CHECK_THROWS_WITH(OnText(Role::policy, "clusterkv", {}, 16, 64, 8),
+                    Catch::Contains("got a budget of 16 tokens, wanted at least 17"));
+  CHECK_THROWS_WITH(OnText(Role::policy, "clusterkv", {{"iterations", std::int64_t{-1}}}, 32, 64, 8),
+                    Catch::Contains("iterations"));
+}
