@@ -64,7 +64,7 @@ class ClusterKv final : public kvlab::Policy {
     return {rule_.iterations, rule_.seed + static_cast<std::uint64_t>(kv.layer)};
   }
 
-  // Of rows that generated a whole window before this step. The step's own token stays out.
+  // Rows that generated a whole window before this step get its clusters. The step's own token stays out.
   void cluster_windows(const kvlab::LayerStep& step, const kvlab::KeyClusters& clusters, kvlab::Stream s) const {
     std::vector<kvlab::ClusterRange> ranges(static_cast<std::size_t>(step.rows()));
     bool any = false;
