@@ -51,6 +51,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     if (parts_.scorer) {
       scorer_needs_ = parts_.scorer->needs();
       every_ = parts_.every.value_or(parts_.scorer->every());
+      if (parts_.split) scorer_needs_.scratch_numbers(scorer_needs_.scratch_numbers() + 1);  // a list of its own
     }
     if (parts_.scorer && parts_.split && parts_.split->numbers() > 0) {
       over_layers_.emplace(*parts_.split, *parts_.scorer, scorer_needs_);

@@ -21,6 +21,7 @@ class Cake final : public kvlab::Scorer {
     return kvlab::Needs{}
         .window_queries(window_)
         .mass(every_ > 0 ? kvlab::Mass::decode : kvlab::Mass::none)
+        .scratch_numbers(8)
         .capturable(true);
   }
   kvlab::Pins pins(int) const override { return {.last = window_}; }

@@ -18,15 +18,22 @@ class ClusterKv final : public kvlab::Policy {
         clusters_(p.get<int>("clusters")),
         tokens_per_cluster_(p.get<int>("tokens_per_cluster")),
         window_(p.get<int>("window")),
-        window_clusters_(std::min(window_, p.get<int>("window_clusters"))),
+        window_clusters_(p.get<int>("window_clusters")),
         dense_(p.get<int>("dense_layers")),
-        rule_{p.get<int>("iterations"), static_cast<std::uint64_t>(p.get<int>("seed")) << 16} {}
+        rule_{p.get<int>("iterations"), static_cast<std::uint64_t>(p.get<int>("seed")) << 16} {
+    if (window_ > 0 && window_clusters_ > window_)
+      throw kvlab::Error(kvlab::Errc::config, "got window_clusters " + std::to_string(window_clusters_) +
+                                                  ", wanted at most the window, " + std::to_string(window_));
+  }
 
   kvlab::Needs needs() const override { return kvlab::Needs{}.dense_layers(dense_).scratch_numbers(8); }
 
   void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
     if (budget.kind == BudgetAmount::bytes)
       throw kvlab::Error(kvlab::Errc::config, "got a budget in bytes, wanted tokens or a ratio: nothing leaves");
+    if (clusters_ > shape.max_tokens)
+      throw kvlab::Error(kvlab::Errc::config, "got " + std::to_string(clusters_) + " clusters, wanted at most " +
+                                                  std::to_string(shape.max_tokens) + ", the tokens of a sequence");
     budget.require(sinks_ + 1, "the sinks, and one of a cluster");
     limited_ = budget.kind != BudgetAmount::unlimited;
     room_ = clusters_of(shape.max_tokens) + (window_ > 0 ? shape.max_tokens / window_ * window_clusters_ : 0);

@@ -14,7 +14,7 @@ class ExpectedAttention final : public kvlab::Scorer {
         covariance_(p.get<bool>("covariance")),
         values_(p.get<bool>("values")) {}
 
-  kvlab::Needs needs() const override { return kvlab::Needs{}.capturable(true); }
+  kvlab::Needs needs() const override { return kvlab::Needs{}.scratch_numbers(6).capturable(true); }
   kvlab::Pins pins(int) const override { return {.first = sinks_}; }
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {

@@ -3,6 +3,7 @@
 #include <kvlab/plugin.hpp>
 #include <kvlab/statistics.hpp>
 
+#include <algorithm>
 #include <limits>
 #include <string>
 #include <vector>
@@ -54,6 +55,15 @@ class LServe final : public kvlab::Policy {
     chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
     const std::vector<kvlab::Pins> pins(static_cast<std::size_t>(shape.max_slots), pins_);
     pins_of_rows_ = static_cast<const kvlab::Pins*>(w.constant("pins", pins.data(), pins.size() * sizeof(pins[0])));
+  }
+
+  // The mean over the heads.
+  kvlab::Demand demand(int prompt, int max_new) const override {
+    const auto held = [this](int n) {
+      const int streaming = std::min(n, pins_.first + pins_.last);
+      return static_cast<std::int64_t>((1 - sparsity_) * n + sparsity_ * streaming + 1);
+    };
+    return {.device_prefill = held(prompt), .device_decode = held(prompt + max_new)};
   }
 
   // A step that does not choose reads what the end of the last prompt chose.

@@ -170,6 +170,6 @@ TEST_CASE("razor_attention: the compensation token of a longer text") {
   later.restore(run.save(), prompt + steps);
   for (int p = prompt + steps; p < prompt + steps + 3; ++p) {
     later.step();
-    check_step(later, p, sinks, window, decodes ? p : prompt, compensated, whole);
+    CHECK(check_step(later, p, sinks, window, decodes ? p : prompt, compensated, whole) > 0);
   }
 }

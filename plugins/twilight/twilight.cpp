@@ -82,17 +82,19 @@ class Twilight final : public kvlab::Policy {
 
 }  // namespace
 
-KVLAB_PLUGIN(kvlab::policy<Twilight>("twilight",
-                                     "reads the fewest tokens of quest's pages whose weights make up a share (Lin et "
-                                     "al. 2025)")
-                 .param("p", 0.85, 1e-3, 1, "share of a query head's weights that the tokens make up; 1 = all of them")
-                 .param("estimate", Estimate::int4,
-                        "keys that give the weights: exact, or rounded to 4 bits by token. It reads whole keys in both "
-                        "cases and keeps no 4-bit copy, so it saves no bytes")
-                 .param("tokens", 0, 0, kvlab::any,
-                        "tokens of the pages that are candidates, of a KV head, in whole pages; 0 = share")
-                 .param("share", 0.25, 0, 1, "share of the text so far that the candidates are, where tokens is 0")
-                 .param("group", kvlab::GroupRule::max, "how a GQA group's page scores become one")
-                 .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
-                 .param("dense_layers", 2, 0, kvlab::any, "first layers that attend to everything")
-                 .component("top_p", "off = attention reads all candidates"))
+KVLAB_PLUGIN(
+    kvlab::policy<Twilight>("twilight",
+                            "reads the fewest tokens of quest's pages whose weights make up a share (Lin et "
+                            "al. 2025)")
+        .param("p", 0.85, 1e-3, 1,
+               "share of a query head's weights that the tokens make up; 1 = every token whose weight is not 0")
+        .param("estimate", Estimate::int4,
+               "keys that give the weights: exact, or rounded to 4 bits by token. It reads whole keys in both "
+               "cases and keeps no 4-bit copy, so it saves no bytes")
+        .param("tokens", 0, 0, kvlab::any,
+               "tokens of the pages that are candidates, of a KV head, in whole pages; 0 = share")
+        .param("share", 0.25, 0, 1, "share of the text so far that the candidates are, where tokens is 0")
+        .param("group", kvlab::GroupRule::max, "how a GQA group's page scores become one")
+        .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
+        .param("dense_layers", 2, 0, kvlab::any, "first layers that attend to everything")
+        .component("top_p", "off = attention reads all candidates whose weight is not 0"))

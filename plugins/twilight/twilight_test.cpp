@@ -5,7 +5,7 @@ using namespace kvlab::test;
 
 namespace {
 
-constexpr int prompt = 160, steps = 20, page_size = 8;
+constexpr int prompt = 150, steps = 20, page_size = 8;
 
 struct Rule {
   double p = .85f;  // the op's share is an f32

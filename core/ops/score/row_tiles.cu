@@ -30,7 +30,7 @@ template <int Chunks>
 constexpr int pass_vectors = Chunks > 4 ? 32 : 64;
 
 // Lays out `count` vectors from `first` on as the columns of tensor core products, [column tile, chunk, lane].
-template <class T, int Chunks>
+template <int Chunks>
 __device__ __forceinline__ void lay_out(const Tiles& a, int row, int first, int count, int columns, uint4* fragments) {
   for (int i = static_cast<int>(threadIdx.x); i < columns * Chunks * 32; i += score_threads) {
     const int of = i % 32, chunk = i / 32 % Chunks, vector = i / 32 / Chunks * column_vectors + of / 8;
@@ -39,11 +39,11 @@ __device__ __forceinline__ void lay_out(const Tiles& a, int row, int first, int 
       const float* v = &a.vectors(row, first + vector, chunk * 32 + of % 4 * 8);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        out[k] = Pair<T>::pack(v[2 * k], v[2 * k + 1]);
+        out[k] = Pair<__nv_bfloat16>::pack(v[2 * k], v[2 * k + 1]);
         if (of / 4 % 2) {
           float x, y;
-          Pair<T>::unpack(out[k], x, y);
-          out[k] = Pair<T>::pack(v[2 * k] - x, v[2 * k + 1] - y);
+          Pair<__nv_bfloat16>::unpack(out[k], x, y);
+          out[k] = Pair<__nv_bfloat16>::pack(v[2 * k] - x, v[2 * k + 1] - y);
         }
       }
     }
@@ -51,7 +51,7 @@ __device__ __forceinline__ void lay_out(const Tiles& a, int row, int first, int 
   }
 }
 
-template <class T, int Chunks>
+template <int Chunks>
 __global__ void __launch_bounds__(score_threads) row_tiles_kernel(const __grid_constant__ Tiles a) {
   extern __shared__ uint4 fragments[];
   const int kv_head = static_cast<int>(blockIdx.y) / a.passes, pass = static_cast<int>(blockIdx.y) % a.passes,
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(score_threads) row_tiles_kernel(const __grid_c
   const int offset = pass * pass_vectors<Chunks>, first = kv_head * a.group + offset,
             count = min(pass_vectors<Chunks>, a.group - offset),
             columns = (count + column_vectors - 1) / column_vectors;
-  lay_out<T, Chunks>(a, row, first, count, columns, fragments);
+  lay_out<Chunks>(a, row, first, count, columns, fragments);
   __syncthreads();
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32, quarter = lane % 4;
   const int n = entries_of(a.kv, row, kv_head, 1, a.out.extent[2]);
@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(score_threads) row_tiles_kernel(const __grid_c
 #pragma unroll
       for (int c = 0; c < Chunks; ++c) {
         const uint4 b = load_shared16(fragment + (column * Chunks + c) * 512);
-        mma16816<T>(sum, x[0][c].x, x[1][c].x, x[0][c].y, x[1][c].y, b.x, b.y);
-        mma16816<T>(sum, x[0][c].z, x[1][c].z, x[0][c].w, x[1][c].w, b.z, b.w);
+        mma16816<__nv_bfloat16>(sum, x[0][c].x, x[1][c].x, x[0][c].y, x[1][c].y, b.x, b.y);
+        mma16816<__nv_bfloat16>(sum, x[0][c].z, x[1][c].z, x[0][c].w, x[1][c].w, b.z, b.w);
       }
       const int vector = column * column_vectors + quarter;
 #pragma unroll
@@ -92,24 +92,23 @@ __global__ void __launch_bounds__(score_threads) row_tiles_kernel(const __grid_c
   }
 }
 
-template <class T, int Chunks>
+template <int Chunks>
 void launch_tiles(Tiles& a, Stream s) {
   const PagedKv& kv = a.kv.kv;
   a.passes = (a.group + pass_vectors<Chunks> - 1) / pass_vectors<Chunks>;
   const int most = std::min(a.group, pass_vectors<Chunks>), columns = (most + column_vectors - 1) / column_vectors;
   const dim3 grid = grid_of(std::int64_t{kv.kv_heads} * a.passes, kv.rows, capacity(kv), warps * tile_tokens);
-  const auto kernel = row_tiles_kernel<T, Chunks>;
+  const auto kernel = row_tiles_kernel<Chunks>;
   kernel<<<grid, score_threads, columns * Chunks * 512, stream_of(s)>>>(a);
   check_launch("row_dot");
 }
 
-template <class T>
 void launch_dim(Tiles& a, Stream s) {
   switch (a.kv.kv.head_dim) {
-    case 64: return launch_tiles<T, 2>(a, s);
-    case 96: return launch_tiles<T, 3>(a, s);
-    case 128: return launch_tiles<T, 4>(a, s);
-    default: return launch_tiles<T, 8>(a, s);
+    case 64: return launch_tiles<2>(a, s);
+    case 96: return launch_tiles<3>(a, s);
+    case 128: return launch_tiles<4>(a, s);
+    default: return launch_tiles<8>(a, s);
   }
 }
 
@@ -120,15 +119,11 @@ bool row_dot_tiles(const KvRows& rows, View<const float, 3> vectors, Scores out,
   const PageLayout& layout = kv.layouts[0];
   const bool keys = rows.side == KvSide::key;
   const int dim = kv.head_dim;
-  if (kv.lower_pages || (keys ? layout.codec.k : layout.codec.v).bits > 0 ||
-      (layout.dtype != DType::bf16 && layout.dtype != DType::f16) ||
+  if (kv.lower_pages || (keys ? layout.codec.k : layout.codec.v).bits > 0 || layout.dtype != DType::bf16 ||
       (dim != 64 && dim != 96 && dim != 128 && dim != 256) || (keys && kv.rope == RopeRegime::cache_relative))
     return false;
   Tiles a{DeviceKv(kv), keys ? layout.k : layout.v, vectors, out, static_cast<int>(vectors.extent[1]) / kv.kv_heads, 1};
-  if (layout.dtype == DType::f16)
-    launch_dim<__half>(a, s);
-  else
-    launch_dim<__nv_bfloat16>(a, s);
+  launch_dim(a, s);
   return true;
 }
 
