@@ -135,14 +135,6 @@ void cluster_head(const PagedKv& kv, int row, int head, const ClusterRange& rang
 
 }  // namespace
 
-void draw_centroids(const ClusterRange& range, std::uint64_t seed, int kv_head, std::int32_t* out) {
-  const std::uint64_t start = split_mix(seed, kv_head);
-  int left = range.clusters;
-  for (int i = 0; left > 0; ++i)
-    if (static_cast<int>((split_mix(start, i) >> 32) * static_cast<std::uint64_t>(range.tokens - i) >> 32) < left)
-      *out++ = i, --left;
-}
-
 void cluster_keys(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const ClusterRule& rule,
                   const KeyClusters& clusters, Workspace& w, Stream s) {
   const char* op = "cluster_keys";

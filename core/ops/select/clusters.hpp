@@ -33,7 +33,14 @@ constexpr bool comes_before(float b, int index_b, float a, int index_a) {
 }
 
 // Offsets of the first centroids in the range, ascending: ClusterRange::clusters of them.
-void draw_centroids(const ClusterRange& range, std::uint64_t seed, int kv_head, std::int32_t* out);
+// Inline, because the GPU's library takes nothing of core's.
+inline void draw_centroids(const ClusterRange& range, std::uint64_t seed, int kv_head, std::int32_t* out) {
+  const std::uint64_t start = split_mix(seed, kv_head);
+  int left = range.clusters;
+  for (int i = 0; left > 0; ++i)
+    if (static_cast<int>((split_mix(start, i) >> 32) * static_cast<std::uint64_t>(range.tokens - i) >> 32) < left)
+      *out++ = i, --left;
+}
 
 void cluster_keys_reference(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const ClusterRule& rule,
                             const KeyClusters& clusters);
