@@ -6,6 +6,7 @@
 #include <kvlab/ops.hpp>
 
 #include <limits>
+#include <tuple>
 
 #include "base/half.hpp"
 #include "cases/attend_scene.hpp"

@@ -25,11 +25,8 @@ if(KVLAB_FUZZ)
   add_compile_options(-fsanitize=fuzzer-no-link)
 endif()
 
-# Parsing the same large headers takes a third of a build. Clang's build does without, so it shows which file lacks an
-# include of its own.
-set(KVLAB_PRECOMPILE OFF)
+# Parsing the same large headers takes a third of a build. tools/check-std-includes shows which file lacks an include.
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-  set(KVLAB_PRECOMPILE ON)
   add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)  # for ccache
 endif()
 set(KVLAB_LARGE_HEADERS <algorithm> <cmath> <filesystem> <fstream> <functional> <map> <memory> <optional> <set>

@@ -3,6 +3,7 @@
 #include <hdf5.h>
 
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "result/h5.hpp"

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <unordered_map>
+#include <vector>
 
 #include "base/cuda_warn.hpp"
 

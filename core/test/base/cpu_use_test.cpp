@@ -4,6 +4,7 @@
 #include <cmath>
 #include <ctime>
 #include <sstream>
+#include <string>
 
 using namespace kvlab;
 

@@ -1,6 +1,7 @@
 // The command line meets numbers that are not finite. It says where they began and exits with a failure's code.
 #include <catch2/catch.hpp>
 #include <filesystem>
+#include <limits>
 #include <nlohmann/json.hpp>
 
 #include "support/child.hpp"

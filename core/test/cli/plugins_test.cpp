@@ -1,6 +1,7 @@
 // Plugins that misbehave, as a user meets them. The run names plugin, callback and deed; finished cells stay.
 #include <catch2/catch.hpp>
 #include <map>
+#include <tuple>
 
 #include <kvlab/build_id.hpp>
 

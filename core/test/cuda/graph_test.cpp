@@ -238,15 +238,15 @@ TEST_CASE("cuda engine: steps under a budget that grows with the text are replay
       ++known;
       // synthetic/tiny has 2 layers of 2 KV heads, and a page of 8 tokens takes up to 768 bytes.
       Pair p(test::with_budget(s.spec, kind, kind == BudgetAmount::ratio ? 0.6 : 4 * 6 * 768));
-      const int a = p.open(33, 1), b = p.open(70, 2);
-      for (int i = 0; i < 14; ++i) p.step({a, b});
+      const int a = p.open(33, 1), b = p.open(70, 2), steps = cases::quick() ? 8 : 14;
+      for (int i = 0; i < steps; ++i) p.step({a, b});
       for (int i = 0; i < 3; ++i) p.step({b});
-      CHECK(p.graphs.replays() == 13 + 2);
+      CHECK(p.graphs.replays() == steps - 1 + 2);
       CHECK(p.graphs.fired() == p.eager.fired());
       CHECK(p.graphs.fired() > 0);
       if (evicts && kind == BudgetAmount::ratio) {
-        CHECK(p.graphs.store().length(1, a, 0) == (33 + 14) * 6 / 10);
-        CHECK(p.graphs.store().length(1, b, 0) == (70 + 17) * 6 / 10);
+        CHECK(p.graphs.store().length(1, a, 0) == (33 + steps) * 6 / 10);
+        CHECK(p.graphs.store().length(1, b, 0) == (70 + steps + 3) * 6 / 10);
       }
       for (const int slot : {a, b})
         for (const int layer : {0, 1})
@@ -378,9 +378,10 @@ TEST_CASE("cuda engine: steps that evict are replayed") {
     ++known;
     Pair p(test::with_budget(s.spec, BudgetAmount::tokens, 40));
     const int a = p.open(30, 1), b = p.open(70, 2);  // a reaches the budget in its steps
-    for (int i = 0; i < 18; ++i) p.step({a, b});
+    const int steps = cases::quick() ? 13 : 18;
+    for (int i = 0; i < steps; ++i) p.step({a, b});
     for (int i = 0; i < 3; ++i) p.step({b});
-    CHECK(p.graphs.replays() == 17 + 2);
+    CHECK(p.graphs.replays() == steps - 1 + 2);
     CHECK(p.graphs.fired() == p.eager.fired());
     CHECK(p.graphs.store().length(1, a, 0) == 40);
     for (const int slot : {a, b})
@@ -901,14 +902,21 @@ TEST_CASE("cuda engine: decode steps take no memory") {
     if (s.composed()) continue;
     CAPTURE(s.label);
     Pair p(test::with_budget(s.spec, BudgetAmount::tokens, 40));
-    const int a = p.open(50, 1), b = p.open(60, 2);
-    for (int i = 0; i < 3; ++i) p.step({a, b});
+    const std::vector<std::int32_t> slots{p.graphs.open(), p.graphs.open()};
+    std::vector<float> logits(2 * static_cast<std::size_t>(p.vocab));
+    for (const int slot : slots)
+      REQUIRE(p.graphs.prefill(slot, test::test_text(50 + 10 * slot, p.vocab), true, {}) == Fit::ok);
+    const auto steps = [&](int count) {
+      const auto out = View<float, 2>::dense(logits.data(), {2, p.vocab});
+      for (int i = 0; i < count; ++i) REQUIRE(p.graphs.step(slots, std::vector<int>{i, i + 1}, out) == Fit::ok);
+    };
+    steps(3);
     CudaBackend counting = require_cuda("test");
     take = counting.runtime.allocate;
     taken = 0;
     counting.runtime.allocate = [](std::size_t bytes) { return ++taken, take(bytes); };
     replace_cuda_backend(&counting);
-    for (int i = 0; i < 5; ++i) p.step({a, b});
+    steps(5);
     replace_cuda_backend(nullptr);
     CHECK(taken == 0);
   }

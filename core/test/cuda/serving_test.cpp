@@ -137,11 +137,13 @@ TEST_CASE("cuda serving: without a cap the device's free memory is the limit") {
 }
 
 TEST_CASE("cuda serving: ragged requests in little memory have the texts that they have alone") {
-  for (const auto& m : {model(), wide_model()}) {
+  const auto models = {model(), wide_model()};
+  for (const auto& m : models) {
     CAPTURE(m->name);
     const auto requests = ragged(quick() ? 8 : 64, m->config.vocab);
     int preemptions = 0;
     for (const int chunk : {0, 16}) {
+      if (quick() && m != *models.begin() && chunk == 0) continue;
       CAPTURE(chunk);
       const Outcome alone = serve(m, requests, 1, chunk);
       const std::int64_t sequence = Engine(m, subjects().policy(full_spec()), options(1, 0)).full_bytes(96);

@@ -1,6 +1,7 @@
 #include "model/adapter.hpp"
 
 #include <catch2/catch.hpp>
+#include <cmath>
 #include <limits>
 
 #include "model/bundled.hpp"

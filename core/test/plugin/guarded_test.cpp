@@ -2,6 +2,7 @@
 #include <kvlab/error.hpp>
 
 #include <catch2/catch.hpp>
+#include <functional>
 #include <new>
 
 #include "cases/paged_fixture.hpp"

@@ -4,6 +4,7 @@
 
 #include <kvlab/error.hpp>
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <limits>
 #include <random>
