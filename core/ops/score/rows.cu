@@ -215,8 +215,7 @@ void read_rows_cuda(const KvRows& from, View<float, 4> out, Stream s) {
 
 void row_product_cuda(const KvRows& from, View<const float, 3> vectors, const RowProduct& how, Scores out, Stream s) {
   const PagedKv& kv = *from.kv;
-  const bool plain = !how.cosine && !how.pages && how.bits == 0;
-  if (kv.rows == 0 || (plain && row_dot_tiles(from, vectors, out, s))) return;
+  if (kv.rows == 0 || row_product_tiles(from, vectors, how, out, s)) return;
   row_product_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv), warps), score_threads, 0, stream_of(s)>>>(
       rows_of(from, s), vectors, static_cast<int>(vectors.extent[1]) / kv.kv_heads, how.cosine,
       Listed{how.pages ? *how.pages : PageList{}, !how.pages, how.bits}, out);

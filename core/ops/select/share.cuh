@@ -17,29 +17,55 @@ __device__ inline double block_sum(double x, double* parts) {
   return x;
 }
 
+// The same for three sums at once. parts: [3 * share_threads / 32].
+__device__ inline void block_sums(double (&x)[3], double* parts) {
+#pragma unroll
+  for (double& sum : x) sum = cuda::sum_of_lanes(sum);
+  if (threadIdx.x % 32 == 0)
+#pragma unroll
+    for (int i = 0; i < 3; ++i) parts[3 * (threadIdx.x / 32) + i] = x[i];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    x[i] = 0;
+    for (int w = 0; w < share_threads / 32; ++w) x[i] += parts[3 * w + i];
+  }
+  __syncthreads();
+}
+
+constexpr int share_parts = 3 * share_threads / 32;
+
 // The fewest entries that make up a share: all whose bits are above `least`, and `taken` of the `equal` ones.
 struct Share {
   unsigned least = 0;
   double above = 0, equal = 0, taken = 0;  // numbers of entries
 };
 
-// each(f) calls f(x) for each entry of the thread. Those that are not above 0 count for nothing.
-// The bits of numbers above 0 rank as the numbers do. So the threshold that just enough entries reach is found bit by
-// bit, the highest first. Entries at the threshold are equal, so a division says how many of them it takes.
+// each(f) calls f(x) for each entry of the thread. Those that are not above 0 count for nothing. parts: [share_parts].
+// The bits of numbers above 0 rank as the numbers do. So the threshold that just enough entries reach is found two bits
+// at a time, the highest first. Entries at the threshold are equal, so a division says how many of them it takes.
 template <class Each>
 __device__ Share share_of(const Each& each, double share, double* parts) {
-  const auto sum_from = [&](unsigned least) {
-    double sum = 0;
-    each([&](float x) {
-      if (x > 0 && __float_as_uint(x) >= least) sum += x;
-    });
-    return block_sum(sum, parts);
-  };
-  const double wanted = share * sum_from(0);
+  double all = 0;
+  each([&](float x) {
+    if (x > 0) all += x;
+  });
+  const double wanted = share * block_sum(all, parts);
   Share found;
   if (!(wanted > 0)) return found;
-  for (int bit = 30; bit >= 0; --bit)
-    if (sum_from(found.least | 1u << bit) >= wanted) found.least |= 1u << bit;
+  for (int bit = 30; bit >= 0; bit -= 2) {  // the sign is 0, so the first pair has one bit that counts
+    const unsigned step = 1u << bit;
+    double sums[3] = {};
+    each([&](float x) {
+      if (!(x > 0)) return;
+      const unsigned key = __float_as_uint(x);
+#pragma unroll
+      for (unsigned i = 0; i < 3; ++i)
+        if (key >= found.least + (i + 1) * step) sums[i] += x;
+    });
+    block_sums(sums, parts);
+    found.least += (sums[2] >= wanted ? 3 : sums[1] >= wanted ? 2 : sums[0] >= wanted ? 1 : 0) * step;
+  }
   int more = 0, same = 0;
   double sum = 0;
   each([&](float x) {

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(threads)
     tokens_of_share_kernel(const __grid_constant__ DeviceKv kv, const __grid_constant__ View<const float, 3> in,
                            int group, double share, Pins pins, View<float, 2> out) {
   __shared__ SelectShared select;
-  __shared__ double parts[threads / 32];
+  __shared__ double parts[share_parts];
   const Free of = free_of(kv, in, group, pins, select);
   const Share found = share_of([&](auto f) { of.each(f); }, share, parts);
   if (threadIdx.x == 0) out(of.row, of.head) = static_cast<float>(found.above + found.taken);

@@ -23,48 +23,66 @@ struct Args {
   Pins pins;
   double p;
   int group, most;  // most: entries of a row
+  int words;        // of a KV head's marks
+  bool held;        // a row of weights lies in shared memory
+  unsigned* marks;  // [row, kv_head, word], a bit for each token that is taken
+
+  __device__ unsigned* marks_of(int row, int head) const {
+    return marks + (std::int64_t(row) * kv.kv_heads + head) * words;
+  }
 };
 
-// One block serves all query heads of a KV head. A bit of shared memory marks each token that is taken. Words are
-// always written by the same warp.
-__global__ void __launch_bounds__(threads) top_p_tokens_kernel(const __grid_constant__ Args a) {
+// One block serves a query head. Its KV head's other query heads set bits of the same words.
+__global__ void __launch_bounds__(threads) mark_top_p_kernel(const __grid_constant__ Args a) {
+  extern __shared__ float row_of_weights[];
+  __shared__ double parts[share_parts];
+  __shared__ unsigned scan[threads / 32];
+  const int q = blockIdx.x, head = q / a.group, row = blockIdx.y, n = min(a.kv.tokens(row, head), a.most);
+  const float* weight = a.weights.data + row * a.weights.stride[0] + q * a.weights.stride[1];
+  if (a.held && a.p < 1) {
+    for (int t = threadIdx.x; t < n; t += threads) row_of_weights[t] = weight[t];
+    __syncthreads();
+    weight = row_of_weights;
+  }
+  Share share;  // of p = 1: everything above 0
+  if (a.p < 1) {
+    const auto each = [&](auto f) {
+      for (int t = threadIdx.x; t < n; t += threads) f(weight[t]);
+    };
+    share = share_of(each, a.p, parts);
+    if (share.taken == 0) return;  // there is nothing above 0
+  }
+  unsigned* marks = a.marks_of(row, head);
+  unsigned equal = 0;
+  for (int first = 0; first < n; first += threads) {
+    const int t = first + threadIdx.x;
+    const float x = t < n ? weight[t] : 0.f;
+    const unsigned key = x > 0 ? __float_as_uint(x) : 0;
+    bool take = key > share.least;
+    if (share.taken > 0) {
+      const bool same = key == share.least;
+      unsigned total = 0;
+      const unsigned before = share.taken < share.equal ? equal + block_scan(same, scan, total) : 0;
+      take = take || (same && before < share.taken);
+      equal += total;
+    }
+    const unsigned bits = __ballot_sync(all_lanes, take);
+    if (threadIdx.x % 32 == 0 && bits != 0) atomicOr(marks + (t >> 5), bits);
+  }
+}
+
+// One block serves a KV head.
+__global__ void __launch_bounds__(threads) list_top_p_kernel(const __grid_constant__ Args a) {
   extern __shared__ unsigned taken[];
   __shared__ SelectShared select;
-  __shared__ double parts[threads / 32];
-  const int head = blockIdx.x, row = blockIdx.y, n = min(a.kv.tokens(row, head), a.most), lane = threadIdx.x % 32;
+  const int head = blockIdx.x, row = blockIdx.y, n = min(a.kv.tokens(row, head), a.most);
   const bool pins = a.pins.first > 0 || a.pins.last > 0;
   const PinLimits limits = pin_limits(a.kv, row, head, n, a.pins, select);
-  for (int base = threadIdx.x - lane; base < n; base += threads) {
-    const int t = base + lane;
+  const unsigned* marks = a.marks_of(row, head);
+  for (int first = 0; first < n; first += threads) {
+    const int t = first + threadIdx.x;
     const unsigned bits = __ballot_sync(all_lanes, pins && t < n && limits.pinned(a.kv.position(row, head, t)));
-    if (lane == 0) taken[base >> 5] = bits;
-  }
-  for (int q = head * a.group; q < (head + 1) * a.group; ++q) {
-    const float* weight = a.weights.data + row * a.weights.stride[0] + q * a.weights.stride[1];
-    Share share;  // of p = 1: everything above 0
-    if (a.p < 1) {
-      const auto each = [&](auto f) {
-        for (int t = threadIdx.x; t < n; t += threads) f(weight[t]);
-      };
-      share = share_of(each, a.p, parts);
-      if (share.taken == 0) continue;  // there is nothing above 0
-    }
-    unsigned equal = 0;
-    for (int first = 0; first < n; first += threads) {
-      const int t = first + threadIdx.x;
-      const float x = t < n ? weight[t] : 0.f;
-      const unsigned key = x > 0 ? __float_as_uint(x) : 0;
-      bool take = key > share.least;
-      if (share.taken > 0) {
-        const bool same = key == share.least;
-        unsigned total = 0;
-        const unsigned before = share.taken < share.equal ? equal + block_scan(same, select.scan, total) : 0;
-        take = take || (same && before < share.taken);
-        equal += total;
-      }
-      const unsigned bits = __ballot_sync(all_lanes, take);
-      if (lane == 0 && first + static_cast<int>(threadIdx.x) < n) taken[t >> 5] |= bits;
-    }
+    if (threadIdx.x % 32 == 0 && t < n) taken[t >> 5] = bits | marks[t >> 5];
   }
   __syncthreads();
   const std::int64_t at = a.list.at(row);
@@ -76,18 +94,36 @@ __global__ void __launch_bounds__(threads) top_p_tokens_kernel(const __grid_cons
 void top_p_tokens_cuda(const PagedKv& kv, View<const float, 3> weights, float p, Pins pins, TokenList list, Stream s) {
   if (kv.rows == 0) return;
   const std::int64_t most = std::min(kv.table.extent[2] * kv.page_size, weights.extent[2]);
-  const std::int64_t bytes = (most + 31) / 32 * 4;
+  const std::int64_t words = (most + 31) / 32, marks = words * kv.kv_heads * kv.rows * 4;
   const std::int64_t room = shared_bytes() - static_cast<std::int64_t>(sizeof(SelectShared)) - 1024;
-  if (bytes > room)
+  if (words * 4 > room)
     throw Error(Errc::unsupported,
                 "got rows of up to " + std::to_string(most) + " weights, wanted at most " + std::to_string(room * 8),
                 "op top_p_tokens");
-  const Args a{DeviceKv(kv),          weights, list, pins, double{p}, static_cast<int>(weights.extent[1]) / kv.kv_heads,
-               static_cast<int>(most)};
-  check(cudaFuncSetAttribute(top_p_tokens_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)),
-        "top_p_tokens");
-  const dim3 grid(static_cast<unsigned>(kv.kv_heads), static_cast<unsigned>(kv.rows));
-  top_p_tokens_kernel<<<grid, threads, static_cast<unsigned>(bytes), stream_of(s)>>>(a);
+  auto* there = static_cast<unsigned*>(fixed_scratch(s.handle(), "top p marks", static_cast<std::size_t>(marks)));
+  const Args a{DeviceKv(kv),
+               weights,
+               list,
+               pins,
+               double{p},
+               static_cast<int>(weights.extent[1]) / kv.kv_heads,
+               static_cast<int>(most),
+               static_cast<int>(words),
+               most * 4 <= room,
+               there};
+  const auto grant = [&](const void* kernel) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)),
+          "top_p_tokens");
+  };
+  grant(reinterpret_cast<const void*>(mark_top_p_kernel));
+  grant(reinterpret_cast<const void*>(list_top_p_kernel));
+  const auto rows = static_cast<unsigned>(kv.rows);
+  check(cudaMemsetAsync(there, 0, static_cast<std::size_t>(marks), stream_of(s)), "top_p_tokens");
+  mark_top_p_kernel<<<dim3(static_cast<unsigned>(weights.extent[1]), rows), threads,
+                      a.held ? static_cast<unsigned>(most * 4) : 0, stream_of(s)>>>(a);
+  check_launch("top_p_tokens");
+  list_top_p_kernel<<<dim3(static_cast<unsigned>(kv.kv_heads), rows), threads, static_cast<unsigned>(words * 4),
+                      stream_of(s)>>>(a);
   check_launch("top_p_tokens");
 }
 
