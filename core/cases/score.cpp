@@ -71,6 +71,14 @@ void check_norms(OnCache& x) {
   x.same<3>(
       "recency", Guarded<3>(own).view(), 0, [&](Scores out) { ops::recency(x.there, out, s); },
       [&](Scores out) { ops::recency_reference(x.kv, out); });
+  std::vector<std::int32_t> seen;
+  for (std::int64_t r = 0; r < x.c.rows(); ++r) seen.push_back(static_cast<std::int32_t>(x.c.rng() % 300));
+  const std::int32_t* seen_there = x.place.put(seen);
+  for (const int window : {1, 20, 1 << 30})
+    x.same<3>(
+        fmt::format("query_counts of the last {}", window), Guarded<3>(own).view(), 0,
+        [&](Scores out) { ops::query_counts(x.there, seen_there, window, out, s); },
+        [&](Scores out) { ops::query_counts_reference(x.kv, seen.data(), std::min(window, 400), out); });
   std::vector<std::uint64_t> keys;
   for (std::int64_t r = 0; r < x.c.rows(); ++r) keys.push_back(x.c.rng() * 0x100000001ull);
   const std::uint64_t* keys_there = x.place.put(keys);

@@ -39,11 +39,12 @@ void check_votes(OnCache& x) {
   const auto there = queries.put();
   const std::int32_t* seen_there = x.place.put(seen);
   for (const int heads : {x.c.heads(), x.c.kv_heads()})
-    x.same<3>(
-        fmt::format("window_votes of {} heads", heads), Guarded<3>({x.c.rows(), heads, x.c.room()}).view(),
-        votes_margin(x.stream().device()),
-        [&](Scores out) { ops::window_votes(there, seen_there, x.there, out, x.stream()); },
-        [&](Scores out) { ops::window_votes_reference(queries.view(), seen.data(), x.kv, out); });
+    for (const int newest : {0, 1, 40})
+      x.same<3>(
+          fmt::format("window_votes of {} heads for {} newest", heads, newest),
+          Guarded<3>({x.c.rows(), heads, x.c.room()}).view(), votes_margin(x.stream().device()),
+          [&](Scores out) { ops::window_votes(there, seen_there, x.there, out, x.stream(), {}, newest); },
+          [&](Scores out) { ops::window_votes_reference(queries.view(), seen.data(), x.kv, out, {}, newest); });
 }
 
 // Shapes of the tensor cores.
@@ -70,11 +71,13 @@ void check_wide_votes(Place& place, Check& check, CodecSide keys) {
       const auto queries_there = place.put(queries);
       const std::int32_t* seen_there = place.put(seen);
       for (const int votes : {heads, o.kv_heads})
-        same<3>(
-            place, check, fmt::format("head size {}, {} queries, votes of {} heads", dim, window, votes),
-            Guarded<3>({o.rows, votes, 405}).view(), votes_margin(place.stream().device()),
-            [&](Scores out) { ops::window_votes(queries_there, seen_there, there, out, place.stream()); },
-            [&](Scores out) { ops::window_votes_reference(queries, seen.data(), cache.view(), out); });
+        for (const int newest : {0, 150})
+          same<3>(
+              place, check,
+              fmt::format("head size {}, {} queries, votes of {} heads for {} newest", dim, window, votes, newest),
+              Guarded<3>({o.rows, votes, 405}).view(), votes_margin(place.stream().device()),
+              [&](Scores out) { ops::window_votes(queries_there, seen_there, there, out, place.stream(), {}, newest); },
+              [&](Scores out) { ops::window_votes_reference(queries, seen.data(), cache.view(), out, {}, newest); });
     }
 }
 

@@ -13,6 +13,7 @@
 #include "base/put_off.hpp"
 #include "base/stop.hpp"
 #include "base/threads.hpp"
+#include "model/token_kinds.hpp"
 #include "ops/select/chosen_pages.hpp"
 #include "plugin/before_step.hpp"
 #include "plugin/budget_tokens.hpp"
@@ -143,6 +144,7 @@ CacheMemory Engine::memory(const Model& model, Policy& policy, const EngineOptio
   m.slots = s.max_slots;
   // Beside the store's: question and steps of each slot, and what policies keep of each row or of each of its heads.
   m.tables = taken.tables + (slots + 1) * (8 + s.kv_heads) * 2 * number;
+  if (needs.token_ids()) m.tables += slots * s.max_tokens * number + model.config.vocab;
   m.summaries = taken.summaries;
   m.state = workspace.state_bytes() + workspace.constant_bytes() + workspace.room_bytes();
   // Of each layer, and once more for the layer whose queries are replaced. Keys and values may lie between the queries.
@@ -196,6 +198,13 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
     device_steps_ = StreamMemory(stream_, tail_.size() * sizeof(std::int32_t));
     zero_memory(device_steps_.as<>(), device_steps_.bytes(), stream_);
   }
+  if (needs_.token_ids()) {
+    const std::vector<std::uint8_t> kinds = token_kinds(executor_->model().config, executor_->model().tokenizer.get());
+    token_kinds_ = StreamMemory(stream_, kinds.size());
+    copy_memory(token_kinds_.as<>(), kinds.data(), kinds.size(), stream_);
+    text_ = StreamMemory(stream_, tail_.size() * static_cast<std::size_t>(options.max_tokens) * sizeof(std::int32_t));
+    zero_memory(text_.as<>(), text_.bytes(), stream_);
+  }
 }
 
 int Engine::open(std::uint32_t sequence) {
@@ -222,6 +231,7 @@ Fit Engine::restore(int slot, const SavedSequence& saved) {
   policy_->release(slot);
   tail_[static_cast<std::size_t>(slot)].clear();
   given_[static_cast<std::size_t>(slot)] = saved.given;
+  give_text(slot, saved.given);
   return store_->restore(slot, saved.cache);
 }
 
@@ -252,6 +262,7 @@ Fit Engine::bring_back(int slot, const AsideSequence& sequence) {
   policy_->release(slot);
   tail_[static_cast<std::size_t>(slot)].clear();
   given_[static_cast<std::size_t>(slot)] = sequence.given;
+  give_text(slot, sequence.given);
   const Fit fit = store_->bring_back(slot, sequence.cache);
   if (fit == Fit::ok) count_aside(sequence, -1);
   return fit;
@@ -316,6 +327,7 @@ std::int64_t Engine::host_needed_bytes(int slot) const {
 Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits) {
   if (tokens.empty()) throw Error(Errc::data, "got an empty prompt, wanted at least one token");
   given_[static_cast<std::size_t>(slot)].push_back({{tokens.begin(), tokens.end()}, true, end});
+  give_text(slot, store_->position(slot), tokens);
   if (stream_.device() == Device::cpu) follow_load();
   const std::size_t chunk =
       options_.prefill_chunk > 0 ? static_cast<std::size_t>(options_.prefill_chunk) : tokens.size();
@@ -350,6 +362,7 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
     step_.push_back(store_->steps(slot));
   }
   count_budgets(position_);
+  for (std::size_t r = 0; r < slots.size(); ++r) give_text(slots[r], position_[r] - 1, tokens.subspan(r, 1));
   if (needs_.steps()) {
     for (const int slot : slots) host_steps_[static_cast<std::size_t>(slot)] = store_->steps(slot);
     copy_memory(device_steps_.as<>(), host_steps_.data(), device_steps_.bytes(), stream_);
@@ -404,6 +417,10 @@ LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std:
   kv.sequence = sequence_.data();
   kv.question = questions_.as<std::uint32_t>();
   kv.steps = device_steps_.as<std::int32_t>();
+  if (const std::int64_t room = options_.max_tokens; text_)
+    kv.text = {View<const std::int32_t, 2>::dense(text_.as<std::int32_t>(), {options_.slots, room}),
+               View<const std::uint8_t, 1>::dense(token_kinds_.as<std::uint8_t>(),
+                                                  {static_cast<std::int64_t>(token_kinds_.bytes())})};
   kv.max_length = store_->max_length(layer, slots);
   if (foresight_) kv.future = &*foresight_;
   if (projection_) kv.projection = &*projection_;
@@ -430,6 +447,24 @@ void Engine::keep_window(const PromptLayer& l) {
   copy_memory(next.queries.as<float>(), tail.queries.as<float>() + (tail.rows - old) * row, bytes(old), stream_);
   copy_memory(next.queries.as<float>() + old * row, l.queries.data + (n - fresh) * row, bytes(fresh), stream_);
   tail = std::move(next);
+}
+
+void Engine::give_text(int slot, std::int64_t position, std::span<const int> tokens) {
+  static_assert(sizeof(int) == sizeof(std::int32_t));
+  if (!text_) return;
+  const std::int64_t most = options_.max_tokens;
+  const std::int64_t count = std::min(most - position, static_cast<std::int64_t>(tokens.size()));
+  if (count > 0)  // a text that is too long is refused later
+    copy_memory(text_.as<std::int32_t>() + slot * most + position, tokens.data(),
+                static_cast<std::size_t>(count) * sizeof(int), stream_);
+}
+
+void Engine::give_text(int slot, const std::vector<Given>& given) {
+  std::int64_t position = 0;
+  for (const Given& g : given) {
+    give_text(slot, position, g.tokens);
+    position += static_cast<std::int64_t>(g.tokens.size());
+  }
 }
 
 // Prompt attention reads the whole cache, so pages on the host come back before a sequence's next prompt.

@@ -195,6 +195,8 @@ class Engine final : private LayerHooks {
   Fit observe_late(bool beside);  // of late_layers_
   static void check_late(const Edits& edits);
   void keep_window(const PromptLayer& l);
+  void give_text(int slot, std::int64_t position, std::span<const int> tokens);  // to LayerKv::text
+  void give_text(int slot, const std::vector<Given>& given);
   // Of a callback that is not select().
   Fit apply_after(const char* callback, const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
   Fit apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
@@ -226,6 +228,7 @@ class Engine final : private LayerHooks {
   std::optional<Projection> projection_;
   StreamMemory device_steps_;              // [slot] i32: LayerKv::steps
   std::vector<std::int32_t> host_steps_;   // [slot] the same on the host
+  StreamMemory text_, token_kinds_;        // of LayerKv::text, where the policy needs it
   std::vector<std::vector<Given>> given_;  // [slot]
   std::vector<DecodeLayer> late_layers_;   // whose observe is still to come
   std::vector<Edit> waiting_;              // edits of this layer's select that are due after its attention

@@ -228,6 +228,7 @@ std::string needs_text(const PluginInfo& plugin) {
     if (n.host_pages()) rows.push_back({"host", "pages that the method places there"});
     if (n.archive()) rows.push_back({"host", "copies of heads, whose tokens the method fetches"});
     if (n.steps()) rows.push_back({"steps", "counted on the device"});
+    if (n.token_ids()) rows.push_back({"text", "the ids of its tokens, and which are special or punctuation"});
     if (n.observe_beside()) rows.push_back({"observe", "beside the rest of the step, or at its end"});
     if (n.pauses()) rows.push_back({"pauses", "a sequence sits steps out while its pages are under way"});
     if (n.uniform_heads()) rows.push_back({"heads", "all KV heads of a layer hold the same tokens"});

@@ -190,6 +190,22 @@ struct IndexList {
 struct PageList : IndexList {};   // logical pages
 struct TokenList : IndexList {};  // tokens by their place in the cache (page * page_size + offset)
 
+// What an id of the vocabulary stands for. special: a control token, as those that begin or end texts and turns.
+// punctuation: characters of ASCII punctuation alone, with or without white space around them.
+enum class TokenKind : std::uint8_t { plain, special, punctuation };
+
+// The sequences' text, if needs() asks for it (Needs::token_ids). Memory of the stream's device, at one address.
+struct TextTokens {
+  View<const std::int32_t, 2> ids;    // [slot, text position]; of positions that the sequence has seen
+  View<const std::uint8_t, 1> kinds;  // [id] TokenKind
+
+  constexpr TokenKind kind(std::int64_t slot, std::int64_t position) const {
+    if (position < 0 || position >= ids.extent[1]) return TokenKind::plain;
+    const std::int64_t id = ids.data[slot * ids.stride[0] + position];
+    return id < 0 || id >= kinds.extent[0] ? TokenKind::plain : static_cast<TokenKind>(kinds.data[id]);
+  }
+};
+
 // Marks of KV heads that last (KeptFlags): [slot, kv_head], 0 or 1.
 using HeadFlags = View<std::uint8_t, 2>;
 

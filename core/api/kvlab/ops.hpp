@@ -95,9 +95,14 @@ void random_scores(const PagedKv& kv, const std::uint64_t* keys, Scores out, Str
 // so far (LayerKv::position, uploaded); the window's queries are those of the last w of them. null: all queries see all
 // cached tokens. It reads no page of a KV head that `heads` leaves out; in the regime cache_relative it reads
 // positions. Bytes: the layer's keys, once per query head, or once per KV head where w is 1. Votes of KV heads read
-// them once more for each 128 queries of the group.
+// them once more for each 128 queries of the group. newest > 0: a query votes for its newest text positions alone, so
+// many with its own; its softmax stays over all that it sees. That needs `seen`.
 void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv, Scores votes, Stream s,
-                  const Heads& heads = {});
+                  const Heads& heads = {}, int newest = 0);
+
+// out[row, kv_head, token] = the number of the last `window` queries of the row's text that see the token: min(window,
+// seen[row] - p) for text position p, at least 0. seen: [row], as for window_votes. Bytes: the positions, and out.
+void query_counts(const PagedKv& kv, const std::int32_t* seen, int window, Scores out, Stream s);
 
 // 1-D pooling in place with stride 1, for each head of `scores` (query heads or KV heads) over its tokens
 // [0, tokens - excluded). kernel is odd. average counts its zero padding in the divisor; max pads with -inf. The

@@ -69,6 +69,8 @@ class Needs {
   Needs& archive(bool yes) { return archive_ = yes, *this; }
   Needs& pauses(bool yes) { return pauses_ = yes, *this; }  // Deadline::sequence; with host_pages
   Needs& steps(bool yes) { return steps_ = yes, *this; }    // LayerKv::steps
+  // LayerKv::text. It costs 4 bytes for each text token of a slot, and a byte for each id of the vocabulary.
+  Needs& token_ids(bool yes) { return token_ids_ = yes, *this; }
   // Most scratch of a callback, in numbers for each token and query head of the batch (workspace.hpp).
   Needs& scratch_numbers(int n) { return scratch_numbers_ = n, *this; }
   // observe reads neither mass nor output and gives no edits but `place` and `fetch`. It may read logits that attention
@@ -124,6 +126,7 @@ class Needs {
   bool archive() const { return archive_; }
   bool pauses() const { return pauses_; }
   bool steps() const { return steps_; }
+  bool token_ids() const { return token_ids_; }
   int scratch_numbers() const { return scratch_numbers_; }
 
  private:
@@ -153,6 +156,7 @@ class Needs {
   bool archive_ = false;
   bool pauses_ = false;
   bool steps_ = false;
+  bool token_ids_ = false;
   int scratch_numbers_ = 4;
 };
 
@@ -222,6 +226,7 @@ struct LayerKv {
   // [slot] the numbers of `step` for ops, if needs() asks for them; memory of the stream's device, at one address. Only
   // decode steps write it.
   const std::int32_t* steps = nullptr;
+  TextTokens text;                     // if needs() asks for token ids
   int max_length = 0;                  // no head of this layer and batch holds more tokens
   const FutureMass* future = nullptr;  // core's own, like projection
   const OutputProjection* projection = nullptr;

@@ -24,9 +24,10 @@ void listed_row_dot_reference(const KvRows& rows, View<const float, 3> vectors, 
 void row_quadratic_reference(const KvRows& rows, View<const float, 4> matrix, Scores out);
 void normalised_mean_reference(const KvRows& rows, View<float, 3> out);
 void recency_reference(const PagedKv& kv, Scores out);
+void query_counts_reference(const PagedKv& kv, const std::int32_t* seen, int window, Scores out);
 void random_scores_reference(const PagedKv& kv, const std::uint64_t* keys, Scores out);
 void window_votes_reference(const View<const float, 4>& window_queries, const std::int32_t* seen, const PagedKv& kv,
-                            Scores votes, const Heads& heads = {});
+                            Scores votes, const Heads& heads = {}, int newest = 0);
 // pooling.rule: mean, max or sum.
 void pooled_logits_reference(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores out);
 void pool_reference(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded, const Heads& heads = {});

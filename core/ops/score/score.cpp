@@ -52,17 +52,30 @@ void scale(Scores out, float factor, Stream s) {
       for (std::int64_t t = 0; t < out.extent[2]; ++t) out(r, h, t) *= factor;
 }
 
-void recency(const PagedKv& kv, Scores out, Stream s) {
-  check_kv(kv, "recency", s);
-  check_kv_scores(kv, out, "out", "recency", s);
-  if (s.device() == Device::cuda) return on_cuda<recency>(kv, out, s);
+// out[row, kv_head, token] = f(row, text position).
+template <class F>
+static void by_position(const PagedKv& kv, Scores out, F f) {
   thread_local std::vector<std::int32_t> position;
   position.resize(longest(kv));
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
       token_positions(kv, r, h, kv.tokens(r, h), position.data());
-      for (int t = 0; t < kv.tokens(r, h); ++t) out(r, h, t) = static_cast<float>(position[t]);
+      for (int t = 0; t < kv.tokens(r, h); ++t) out(r, h, t) = static_cast<float>(f(r, position[t]));
     }
+}
+
+void recency(const PagedKv& kv, Scores out, Stream s) {
+  check_kv(kv, "recency", s);
+  check_kv_scores(kv, out, "out", "recency", s);
+  if (s.device() == Device::cuda) return on_cuda<recency>(kv, out, s);
+  by_position(kv, out, [](int, std::int32_t p) { return p; });
+}
+
+void query_counts(const PagedKv& kv, const std::int32_t* seen, int window, Scores out, Stream s) {
+  check_kv(kv, "query_counts", s);
+  check_kv_scores(kv, out, "out", "query_counts", s);
+  if (s.device() == Device::cuda) return on_cuda<query_counts>(kv, seen, window, out, s);
+  by_position(kv, out, [&](int row, std::int32_t p) { return std::max(0, std::min(window, seen[row] - p)); });
 }
 
 void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s, const Heads& heads) {

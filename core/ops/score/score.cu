@@ -82,6 +82,13 @@ __global__ void __launch_bounds__(threads) recency_kernel(DeviceKv kv, View<floa
 }
 
 __global__ void __launch_bounds__(threads)
+    query_counts_kernel(DeviceKv kv, const std::int32_t* seen, int window, View<float, 3> out) {
+  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, out.extent[2]);
+  for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads)
+    out(row, head, t) = static_cast<float>(max(0, min(window, seen[row] - kv.position(row, head, t))));
+}
+
+__global__ void __launch_bounds__(threads)
     read_state_kernel(DeviceKv kv, int column, View<float, 3> out, const __grid_constant__ Heads heads) {
   const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, out.extent[2]);
   if (!heads.on(kv.kv.slots[row], head)) return;
@@ -247,6 +254,14 @@ static void recency_cuda(const PagedKv& kv, Scores out, Stream s) {
   check_launch("recency");
 }
 KVLAB_ON_CUDA(recency, recency_cuda);
+
+static void query_counts_cuda(const PagedKv& kv, const std::int32_t* seen, int window, Scores out, Stream s) {
+  if (kv.rows == 0) return;
+  query_counts_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv)), threads, 0, stream_of(s)>>>(DeviceKv(kv), seen,
+                                                                                                 window, out);
+  check_launch("query_counts");
+}
+KVLAB_ON_CUDA(query_counts, query_counts_cuda);
 
 static void pool_cuda(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded, Workspace&, Stream s,
                       const Heads& which) {

@@ -127,8 +127,19 @@ void recency_reference(const PagedKv& kv, Scores out) {
   });
 }
 
+void query_counts_reference(const PagedKv& kv, const std::int32_t* seen, int window, Scores out) {
+  for_heads(kv, [&](int r, int h) {
+    const auto position = positions_of(kv, r, h);
+    for (int t = 0; t < kv.tokens(r, h); ++t) {
+      int count = 0;
+      for (int query = seen[r] - window; query < seen[r]; ++query) count += query >= position[t];
+      out(r, h, t) = static_cast<float>(count);
+    }
+  });
+}
+
 void window_votes_reference(const View<const float, 4>& q, const std::int32_t* seen, const PagedKv& kv, Scores votes,
-                            const Heads& heads) {
+                            const Heads& heads, int newest) {
   const int group = static_cast<int>(q.extent[1]) / kv.kv_heads, window = static_cast<int>(q.extent[2]);
   const auto vote = [&](int r, int h) {
     const auto keys = rows_of(kv, r, h, KvSide::key);
@@ -139,7 +150,10 @@ void window_votes_reference(const View<const float, 4>& q, const std::int32_t* s
         for (int d = 0; d < kv.head_dim; ++d) s[t] += double{q(r, head, i, d)} * keys[t * kv.head_dim + d];
         s[t] = !seen || position[t] <= seen[r] - window + i ? s[t] / std::sqrt(double(kv.head_dim)) : -infinity;
       }
-      return softmax(s);
+      Row shares = softmax(s);
+      for (std::size_t t = 0; newest > 0 && t < s.size(); ++t)
+        if (position[t] <= seen[r] - window + i - newest) shares[t] = 0;
+      return shares;
     };
     const int each = static_cast<int>(votes.extent[1]) == kv.kv_heads ? group : 1;  // query heads of one vote
     for (int first = h * group; first < (h + 1) * group; first += each) {

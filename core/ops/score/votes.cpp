@@ -56,8 +56,9 @@ float share(float* s, const std::int32_t* position, int tokens, int newest) {
   return std::isfinite(maximum) ? 1.f / kernels.exp_sum(s, tokens, maximum) : 0.f;
 }
 
-// Computes the votes of one KV head's query heads, or of the group. last: text position of the newest query.
-void vote_head(const PagedKv& kv, int row, int head, const View<const float, 3>& queries, int last,
+// Computes the votes of one KV head's query heads, or of the group. last: text position of the newest query. near: as
+// `newest` of window_votes.
+void vote_head(const PagedKv& kv, int row, int head, const View<const float, 3>& queries, int last, int near,
                const HeadRanks& ranks, bool of_group, float* votes, std::int64_t votes_stride) {
   thread_local Scratch x;
   const RowKernels& kernels = row_kernels();
@@ -77,6 +78,7 @@ void vote_head(const PagedKv& kv, int row, int head, const View<const float, 3>&
       kernels.scale(s, tokens, softmax_scale);
       const float factor = share(s, x.position.data(), tokens, newest);
       if (factor == 0) continue;
+      for (int t = 0; near > 0 && t < tokens; ++t) s[t] = x.position[t] <= newest - near ? 0.f : s[t];
       if (!of_group)
         kernels.add_scaled(s, tokens, factor, votes + g * votes_stride);
       else
@@ -89,7 +91,7 @@ void vote_head(const PagedKv& kv, int row, int head, const View<const float, 3>&
 }  // namespace
 
 void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv, Scores votes, Stream s,
-                  const Heads& which) {
+                  const Heads& which, int newest) {
   const char* op = "window_votes";
   check_kv(kv, op, s);
   check_scores(kv, votes, "votes", op, s);
@@ -101,7 +103,9 @@ void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, con
       (!of_group && queries.extent[1] != votes.extent[1]))
     fail(Errc::internal, op, "got window queries of another shape, wanted [row, query head, w, head_dim]");
   if (queries.stride[3] != 1) fail(Errc::unsupported, op, "got strided queries, wanted head_dim contiguous");
-  if (s.device() == Device::cuda) return on_cuda<window_votes>(window_queries, seen, kv, votes, s, which);
+  if (newest > 0 && !seen)
+    fail(Errc::internal, op, "got votes for the newest tokens of each query, wanted the numbers of tokens seen");
+  if (s.device() == Device::cuda) return on_cuda<window_votes>(window_queries, seen, kv, votes, s, which, newest);
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h)
       if (which.on(kv.slots[r], h)) check_resident(kv, r, h, op);
@@ -116,7 +120,7 @@ void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, con
       View<const float, 3> of_head = queries[r];
       of_head.data += h * group * of_head.stride[0];
       of_head.extent[0] = group;
-      vote_head(kv, r, h, of_head, seen ? seen[r] - 1 : sees_all, ranks, of_group,
+      vote_head(kv, r, h, of_head, seen ? seen[r] - 1 : sees_all, newest, ranks, of_group,
                 &votes(r, of_group ? h : h * group, 0), votes.stride[1]);
     }
 }

@@ -36,6 +36,7 @@ struct Args {
   bool of_group;  // a vote of each KV head: the sum of the greatest shares of its query heads
   Scores stored;  // logits of the queries, for pooled_kernel; or empty
   Heads heads;
+  int near;  // `newest` of window_votes
 };
 
 __device__ __forceinline__ bool left_out(const Args& a, int row, int kv_head) {
@@ -45,6 +46,11 @@ __device__ __forceinline__ bool left_out(const Args& a, int row, int kv_head) {
 __device__ __forceinline__ int newest_of(const Args& a, int row, int i) {
   if (!a.seen) return 0x7ffffffe;
   return a.each ? a.seen[row] - 1 : a.seen[row] - a.window + i;
+}
+
+// Whether query i votes for a token that it sees.
+__device__ __forceinline__ bool votes_for(const Args& a, int row, int i, int position) {
+  return a.near <= 0 || position > newest_of(a, row, i) - a.near;
 }
 
 __device__ __forceinline__ int tokens_of(const Args& a, int row, int kv_head) {
@@ -95,8 +101,8 @@ struct Pass {
   int head, members, first, count;
 };
 
-// Calls f(column tile, member, query, t, s) with the scores s[2] of this thread's two tokens t for one query. Tokens
-// that the query does not see score -inf. After a tile it calls end_of_tile(t, tokens). Fragments lie as in
+// Calls f(column tile, member, query, t, position, s) with the scores s[2] of this thread's two tokens t for one query.
+// Tokens that the query does not see score -inf. After a tile it calls end_of_tile(t, tokens). Fragments lie as in
 // score_pages.cu, a member's behind one another's.
 template <class T, int Chunks, Stored S, class F, class EndOfTile>
 __device__ __forceinline__ void for_scores(const Args& a, int row, const Pass& pass, uint4* fragments, const F& f,
@@ -177,7 +183,7 @@ __device__ __forceinline__ void for_scores(const Args& a, int row, const Pass& p
             x = x * code[half].x + (there ? query_sum[member * pass.count + query] : 0) * code[half].y;
           s[half] = position[half] <= newest ? x * a.scale : -INFINITY;
         }
-        f(column, member, query, t, s);
+        f(column, member, query, t, position, s);
       }
     end_of_tile(t, tokens);
   }
@@ -195,7 +201,7 @@ __global__ void __launch_bounds__(threads) stats_kernel(const __grid_constant__ 
   for (int c = 0; c < column_tiles; ++c) stats[c * threads + threadIdx.x] = make_float2(-INFINITY, 0.f);
   for_scores<T, Chunks, S>(
       a, row, {head, 1, 0, a.window}, dynamic,
-      [&](int column, int, int query, const int(&t)[2], const float(&s)[2]) {
+      [&](int column, int, int query, const int(&t)[2], const int(&)[2], const float(&s)[2]) {
         float2& own = stats[column * threads + threadIdx.x];
         const float high = fmaxf(own.x, fmaxf(s[0], s[1]));
         if (high != -INFINITY)
@@ -239,12 +245,13 @@ __global__ void __launch_bounds__(threads) votes_kernel(const __grid_constant__ 
   float vote[2] = {};
   for_scores<T, Chunks, S>(
       a, row, {head, 1, 0, a.window}, dynamic,
-      [&](int, int, int query, const int(&t)[2], const float(&s)[2]) {
+      [&](int, int, int query, const int(&t)[2], const int(&position)[2], const float(&s)[2]) {
         if (query >= a.window) return;
         const float2 of = stats[query];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float share = s[half] != -INFINITY ? exp2f(s[half] - of.x) * of.y : 0.f;
+          const bool counts = s[half] != -INFINITY && votes_for(a, row, query, position[half]);
+          const float share = counts ? exp2f(s[half] - of.x) * of.y : 0.f;
           if (!a.each)
             vote[half] += share;
           else if (t[half] < tokens_of_head)
@@ -285,12 +292,13 @@ __global__ void __launch_bounds__(threads) group_votes_kernel(const __grid_const
     float vote[2] = {}, greatest[2] = {};
     for_scores<T, Chunks, S>(
         a, row, pass, dynamic,
-        [&](int, int member, int query, const int(&)[2], const float(&s)[2]) {
+        [&](int, int member, int query, const int(&)[2], const int(&position)[2], const float(&s)[2]) {
           if (query >= pass.count) return;
           const float2 of = stats[member * pass.count + query];
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const float share = s[half] != -INFINITY ? exp2f(s[half] - of.x) * of.y : 0.f;
+            const bool counts = s[half] != -INFINITY && votes_for(a, row, first + query, position[half]);
+            const float share = counts ? exp2f(s[half] - of.x) * of.y : 0.f;
             greatest[half] = member == 0 ? share : fmaxf(greatest[half], share);
             if (member + 1 == pass.members) vote[half] += greatest[half];
           }
@@ -417,7 +425,8 @@ __global__ void __launch_bounds__(threads) votes_any_kernel(const __grid_constan
     sum = 0;
     for (int w = 0; w < warps; ++w) sum += parts[w];
     for (int t = threadIdx.x; t < tokens; t += threads) {
-      float share = sees ? exp2f(logits[t] - high) / sum : 0.f;
+      const bool counts = sees && (a.near <= 0 || votes_for(a, row, i, a.kv.position(row, kv_head, t)));
+      float share = counts ? exp2f(logits[t] - high) / sum : 0.f;
       if (members > 1) share = greatest[t] = member == 0 ? share : fmaxf(greatest[t], share);
       if (member + 1 == members) a.votes(row, to, t) += share;
     }
@@ -513,7 +522,7 @@ static Args arguments(const PagedKv& kv, const View<const float, 4>& queries, co
 }
 
 static void window_votes_cuda(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv,
-                              Scores votes, Stream s, const Heads& which) {
+                              Scores votes, Stream s, const Heads& which, int newest) {
   View<const float, 4> queries = window_queries.f32();
   if (kv.rows == 0 || queries.extent[1] == 0) return;
   const std::int64_t group = queries.extent[1] / kv.kv_heads;
@@ -521,7 +530,7 @@ static void window_votes_cuda(const Tensor<4>& window_queries, const std::int32_
              each = !of_group && queries.extent[2] == 1 && fits_tiles(kv, together(queries, kv.kv_heads));
   if (each) queries = together(queries, kv.kv_heads);
   Args a = arguments(kv, queries, votes, which);
-  a.each = each, a.of_group = of_group, a.seen = seen;
+  a.each = each, a.of_group = of_group, a.seen = seen, a.near = newest;
   if (fits_tiles(kv, queries) && a.window > 0 && (!of_group || queries_of_pass(a.group, a.window) > 0))
     return launch_tiles(a, "window votes", s);
   const int heads = of_group ? kv.kv_heads : static_cast<int>(queries.extent[1]);

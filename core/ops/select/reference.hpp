@@ -1,5 +1,6 @@
 // The references of this folder (see ops/page/reference.hpp).
 #pragma once
+#include <kvlab/kinds.hpp>
 #include <kvlab/kv.hpp>
 #include <kvlab/ops.hpp>
 #include <kvlab/roles.hpp>
@@ -22,6 +23,9 @@ void head_sum_reference(const PagedKv& kv, View<const float, 3> in, Pins leave_o
 void tokens_of_share_reference(const PagedKv& kv, View<const float, 3> scores, float share, Pins leave_out,
                                View<float, 2> out);
 void top_p_tokens_reference(const PagedKv& kv, View<const float, 3> weights, float p, Pins pins, TokenList list);
+void keep_by_class_reference(const PagedKv& kv, const TextTokens& text, View<const float, 3> scores,
+                             const ClassNumbers& classes, View<const KeepRule, 2> rules, Scores kept,
+                             View<std::int32_t, 2> counts);
 void fold_surplus_reference(const PagedKv& kv, const Surplus& surplus, int i, const MadeUpTokens& to);
 void allot_uniform_reference(const Allotment& a);
 void allot_tokens_reference(const Allotment& a, const std::int32_t* tokens);

@@ -197,6 +197,8 @@ class OnText final : public EngineObserver {
   void step() {  // feeds the text's next token
     REQUIRE(engine_->step({slot_}, {&text_[static_cast<std::size_t>(fed_++)], 1}, {}) == Fit::ok);
   }
+  // The text's ids. A test may replace some that were not fed yet.
+  std::vector<int>& text() { return text_; }
   std::vector<int> kept(int layer, int head) const { return engine_->store().positions(layer, slot_, head); }
   std::vector<int> pages_on(Tier tier, int layer, int head) const {
     const std::vector<std::int32_t> slots{slot_};

@@ -155,6 +155,38 @@ TEST_CASE("window_votes: two window queries by hand") {
   check_close(votes.values(), {1. / 4 + 1. / 8, 3. / 4 + 3. / 8, 4. / 8}, 1e-6);
 }
 
+TEST_CASE("window_votes: queries vote for the newest tokens that they see") {
+  // The shares of the case above: query 0 gives 1/4 and 3/4, query 1 gives 1/8, 3/8 and 4/8.
+  PagedFixture cache({1, 1, 8, 4, 16});
+  for (const float score : {0.f, std::log(3.f), std::log(4.f)}) {
+    std::vector<float> k(8, 0.f);
+    k[0] = score;
+    cache.append(0, 0, k, k);
+  }
+  std::vector<float> q(16, 0.f);
+  q[0] = q[8] = std::sqrt(8.f);
+  const auto queries = View<const float, 4>::dense(q.data(), {1, 1, 2, 8});
+  const std::int32_t seen = 3;
+  Guarded<3> votes({1, 1, 3});
+  ops::window_votes(queries, &seen, cache.view(), votes.view(), cpu(), {}, 1);
+  check_close(votes.values(), {0, 3. / 4, 4. / 8}, 1e-6);
+  ops::window_votes(queries, &seen, cache.view(), votes.view(), cpu(), {}, 2);
+  check_close(votes.values(), {1. / 4, 3. / 4 + 3. / 8, 4. / 8}, 1e-6);
+  CHECK_THROWS_WITH(ops::window_votes(queries, nullptr, cache.view(), votes.view(), cpu(), {}, 1),
+                    Catch::Contains("wanted the numbers of tokens seen"));
+}
+
+TEST_CASE("query_counts: of the last queries, those at or behind a token") {
+  PagedFixture cache({1, 1, 8, 4, 16});
+  for (const int position : {0, 3, 7, 8}) cache.append(0, 0, std::vector<float>(8), std::vector<float>(8), position);
+  const std::int32_t seen = 8;  // the newest query stands at 7
+  Guarded<3> out({1, 1, 4});
+  ops::query_counts(cache.view(), &seen, 3, out.view(), cpu());
+  check_close(out.values(), {3, 3, 1, 0}, 0);
+  ops::query_counts(cache.view(), &seen, 100, out.view(), cpu());
+  check_close(out.values(), {8, 5, 1, 0}, 0);
+}
+
 TEST_CASE("window_votes: the greatest share of a group's query heads, for each query by itself") {
   // Of two query heads, head 0 scores token t with s_t in query 0 and with 0 in query 1. Head 1 does the reverse.
   PagedFixture cache({1, 1, 8, 4, 16});
