@@ -17,10 +17,11 @@ class FastGen final : public kvlab::Policy {
  public:
   explicit FastGen(const kvlab::Params& p)
       : recovery_(static_cast<float>(p.get<double>("recovery"))),
-        frequent_(p.get<bool>("frequency") ? p.get<double>("frequent") : 0),
-        local_(p.get<bool>("local") ? p.get<double>("window") : 0),
+        frequent_(p.get<bool>("frequency") ? p.get<double>("frequent_share") : 0),
+        local_(p.get<bool>("local") ? p.get<double>("window_share") : 0),
         sinks_(p.get<int>("sinks")),
         queries_(p.get<int>("queries")),
+        whole_(p.get<int>("whole")),
         special_(p.get<bool>("special") ? kvlab::kind_bit(kvlab::TokenKind::special) : 0),
         punctuation_(p.get<bool>("punctuation") ? kvlab::kind_bit(kvlab::TokenKind::punctuation) : 0) {}
 
@@ -35,7 +36,8 @@ class FastGen final : public kvlab::Policy {
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
-    if (!kv.last[0]) return;
+    // A head whose rules have recovered nothing keeps everything.
+    if (!kv.last[0] || kv.position[0] <= whole_) return;
     const kvlab::View<const float, 4> queries = (queries_ > 0 ? kv.window_queries : kv.chunk_queries).f32();
     const auto count = static_cast<int>(queries.extent[2]);
     const auto all = attention(kv, queries, "attention", 0, s);
@@ -148,7 +150,7 @@ class FastGen final : public kvlab::Policy {
 
   float recovery_;
   double frequent_, local_;
-  int sinks_, queries_;
+  int sinks_, queries_, whole_;
   std::uint32_t special_, punctuation_;
   kvlab::KeptSeries recovered_;
 };
@@ -160,11 +162,12 @@ KVLAB_PLUGIN(
                            "gives each head the first of five nested rules that recovers enough of its attention to "
                            "the prompt (Ge et al. 2024)")
         .param("recovery", 0.85, 0.01, 1, "least share of the attention that a head's rule recovers, mean over queries")
-        .param("frequent", 0.3, 0, 1, "tokens of most attention that the third rule adds, as a share of the text")
-        .param("window", 0.3, 0, 1, "newest tokens that the fourth rule adds, as a share of the text")
+        .param("frequent_share", 0.3, 0, 1, "tokens of most attention that the third rule adds, as a share of the text")
+        .param("window_share", 0.3, 0, 1, "newest tokens that the fourth rule adds, as a share of the text")
         .param("sinks", 4, 0, kvlab::any, "first tokens that every rule keeps")
         .param("queries", 0, 0, kvlab::any,
                "queries at the prompt's end that the attention is measured by; 0 = all of them, in one chunk")
+        .param("whole", 0, 0, kvlab::any, "prompts of at most so many tokens keep everything, and so do their answers")
         .component("special", "rules keep special tokens; off = they are tokens like others")
         .component("punctuation", "the second rule adds punctuation; off = it is the first rule once more")
         .component("frequency", "the third rule adds tokens of frequent attention; off = it adds none")

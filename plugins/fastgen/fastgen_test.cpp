@@ -143,7 +143,7 @@ TEST_CASE("fastgen: the card's prompt, by hand") {
   CHECK(kept_of_card(settings(.95, no_window)) == Kept{0, 1, 2, 3});  // 4.8 / 5
   CHECK(kept_of_card(settings(.97, no_window)) == Kept{0, 1, 2, 3, 4});
   // Windows of two give the queries 1, 1, 1, .9 and .7 with tokens 0 and 3: 4.6 / 5.
-  Settings window{{"window", .4}, {"frequency", false}};
+  Settings window{{"window_share", .4}, {"frequency", false}};
   CHECK(kept_of_card(settings(.91, window)) == Kept{0, 3, 4});
   CHECK(kept_of_card(settings(.93, window)) == Kept{0, 1, 2, 3, 4});
   // Without punctuation, tokens 1 and 2 have .9 / 4 and .8 / 3, token 3 has .3 / 2: 2.8 + .9 + .8 of 5.
@@ -170,7 +170,8 @@ TEST_CASE("fastgen keeps on real text what a plain implementation keeps") {
   const int queries = GENERATE(0, 24);
   constexpr int prompt = 180, steps = 30;  // the policy takes 128 queries at once
   CAPTURE(recovery, queries);
-  const Settings params{{"recovery", recovery}, {"queries", std::int64_t{queries}}, {"frequent", .1}, {"window", .2}};
+  const Settings params{
+      {"recovery", recovery}, {"queries", std::int64_t{queries}}, {"frequent_share", .1}, {"window_share", .2}};
   OnText run(Role::policy, "fastgen", params, 0, prompt + steps, 8);
   const auto of_ids = token_kinds(run.config(), run.model().tokenizer.get());
   const auto control = std::find(of_ids.begin(), of_ids.end(), std::uint8_t{1}) - of_ids.begin();
@@ -221,6 +222,16 @@ TEST_CASE("fastgen keeps on real text what a plain implementation keeps") {
       CAPTURE(p, i, of.rule);
       REQUIRE(run.kept(i / heads, i % heads) == of.kept);
     }
+  }
+}
+
+TEST_CASE("fastgen: a short prompt may be excepted") {
+  const Settings params{{"recovery", .01}, {"whole", std::int64_t{20}}};
+  for (const int prompt : {20, 21}) {
+    OnText run(Role::policy, "fastgen", params, 0, 40, 8);
+    run.prefill(prompt);
+    for (int i = 0; i < 4; ++i) run.step();
+    CHECK((run.kept(0, 0) == positions_to(prompt + 4)) == (prompt == 20));
   }
 }
 

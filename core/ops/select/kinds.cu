@@ -65,7 +65,8 @@ void keep_by_class_cuda(const PagedKv& kv, const TextTokens& text, View<const fl
                         View<std::int32_t, 2> counts, Stream s) {
   if (kv.rows == 0) return;
   const dim3 grid(static_cast<unsigned>(kv.kv_heads), static_cast<unsigned>(kv.rows));
-  keep_by_class_kernel<<<grid, threads, 0, stream_of(s)>>>({DeviceKv(kv), text, scores, classes, rules, kept, counts});
+  const Args a{DeviceKv(kv), text, scores, classes, rules, kept, counts};
+  keep_by_class_kernel<<<grid, threads, 0, stream_of(s)>>>(a);
   check_launch("keep_by_class");
 }
 

@@ -185,8 +185,8 @@ class Subjects {
   // The defaults, but without dense layers, which could be all layers of a tiny model, and with layers by number that
   // it has. Sinks and window of a policy, and of a scorer that pins many tokens, must leave room in the suite's
   // budgets. A codec's residual must leave pages to encode. A policy of an amount of its own may keep nothing but sinks
-  // and window. These then cover the suite's short prompts. One that reads pages of an amount of its own leaves some
-  // out.
+  // and window. These then cover the suite's short prompts, or it leaves them whole. One that reads pages of an amount
+  // of its own leaves some out.
   static PluginUse use(const PluginInfo& p, std::map<std::string, ParamValue> given = {}) {
     if (find_param(p, "dense_layers")) given["dense_layers"] = std::int64_t{0};
     if (p.role == Role::policy || (p.role == Role::scorer && pins_many(p)))
@@ -195,7 +195,7 @@ class Subjects {
     if (find_param(p, "filter_layers")) given["filter_layers"] = std::string("0");
     if (find_param(p, "wait_layers")) given["wait_layers"] = std::int64_t{0};
     if (p.role == Role::policy && create<Policy>(p, resolve(p, given))->needs().own_amount())
-      for (const auto& [name, value] : {std::pair{"window", 32}, {"tokens", 40}})
+      for (const auto& [name, value] : {std::pair{"window", 32}, {"tokens", 40}, {"whole", 40}})
         if (find_param(p, name)) given[name] = std::int64_t{value};
     if (p.role == Role::codec && find_param(p, "residual")) given["residual"] = std::int64_t{8};
     return {p.role, p.name, resolve(p, given)};
