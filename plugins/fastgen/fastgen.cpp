@@ -121,15 +121,15 @@ class FastGen final : public kvlab::Policy {
     const auto rules_here = rules_of(kv);
     const auto kept = kv.kv_head_scores("kept"), recovered = kv.kv_head_scores("attention recovered");
     for (int rule = 0; rule + 1 < rules; ++rule) {
-      const bool windows = rule == 3;  // each query has a window of its own, so the mask is that of the rule before
+      const bool windows = rule == 3 && local_ > 0;  // each query has a window of its own: `near`
       auto one = rules_here;
-      one.data += windows ? rule - 1 : rule;
+      one.data += rule;
       one.extent[1] = 1;
       ops::keep_by_class(kv.pages, kv.text, mean, {}, one, kept, counts(kv), s);
       ops::copy(recovered, all, s);
-      if (windows && local_ > 0) ops::add(recovered, near, -1, s);
+      if (windows) ops::add(recovered, near, -1, s);
       ops::multiply(recovered, kept, s);
-      if (windows && local_ > 0) ops::add(recovered, near, 1, s);
+      if (windows) ops::add(recovered, near, 1, s);
       ops::scale(recovered, 1.f / static_cast<float>(queries), s);
       const auto to = recovered_.of(kv);
       ops::head_sum(kv.pages, recovered, {},
