@@ -51,6 +51,8 @@ void keep_by_class(const PagedKv& kv, const TextTokens& text, View<const float, 
          "got " + std::to_string(rules.extent[1]) + " rules of a row, wanted one for each of " +
              std::to_string(classes.classes()) + " classes");
   if (s.device() == Device::cuda) return on_cuda<keep_by_class>(kv, text, scores, classes, rules, kept, counts, s);
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) check_resident(kv, r, h, op);
 #pragma omp parallel for collapse(2) \
     schedule(dynamic) if (worth_threads(std::int64_t{longest(kv)} * kv.rows * kv.kv_heads))
   for (int r = 0; r < kv.rows; ++r)

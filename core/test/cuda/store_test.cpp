@@ -5,6 +5,7 @@
 #include <functional>
 #include <kvlab/clusters.hpp>
 #include <kvlab/error.hpp>
+#include <kvlab/kinds.hpp>
 #include <kvlab/ops.hpp>
 #include <limits>
 #include <memory>
@@ -1363,6 +1364,17 @@ TEST_CASE("cuda store: an op that reads a page of the host alone is refused and 
          ops::window_votes(
              Tensor<4>(there.put(View<const float, 4>::dense(q.data(), {1, s.query_heads, 2, s.head_dim}))),
              there.put(seen), kv, scores(s.query_heads), stream);
+       }},
+      {"query_counts", [&] { ops::query_counts(kv, there.put(seen), 5, scores(s.kv_heads), stream); }},
+      {"keep_by_class",
+       [&] {
+         const TextTokens text{
+             View<const std::int32_t, 2>::dense(there.take<std::int32_t>(s.max_slots), {s.max_slots, 1}), {}};
+         const KeepRule rule;
+         ops::keep_by_class(kv, text, ones(s.kv_heads, s.max_tokens), {},
+                            there.put(View<const KeepRule, 2>::dense(&rule, {1, 1})), scores(s.kv_heads),
+                            View<std::int32_t, 2>::dense(there.take<std::int32_t>(s.kv_heads), {1, s.kv_heads}),
+                            stream);
        }},
       {"read_state", [&] { ops::read_state(column, scores(s.kv_heads), stream, first); }},
       {"add_mass", [&] { ops::add_mass(ones(s.query_heads, s.max_tokens), GroupRule::sum, column, stream, first); }},

@@ -89,7 +89,7 @@ TEST_CASE("keep_by_class: the first number that is large enough gives the class"
                     Catch::Contains("got 2 rules of a row, wanted one for each of 4 classes"));
 }
 
-TEST_CASE("keep_by_class wants a text") {
+TEST_CASE("keep_by_class wants a text, and every page on the device") {
   Head head({1});
   Guarded<3> kept({1, 1, 1});
   std::int32_t count = 0;
@@ -98,4 +98,7 @@ TEST_CASE("keep_by_class wants a text") {
       ops::keep_by_class(head.cache.view(), {}, kept.view(), {}, View<const KeepRule, 2>::dense(&rule, {1, 1}),
                          kept.view(), View<std::int32_t, 2>::dense(&count, {1, 1}), Stream::cpu()),
       Catch::Contains("got no text, wanted needs() to ask for token ids"));
+  Head absent({1, 2, 3, 4, 5});
+  absent.cache.unmap(0, 0, 1);
+  CHECK_THROWS_WITH(absent.keeps({{}}), Catch::Contains("page"));
 }
