@@ -62,9 +62,29 @@ std::vector<ClusterRange> some_ranges(OnCache& x) {
   return ranges;
 }
 
+// A list op must leave what the reference leaves.
+template <class Op, class Plain>
+void same_list(OnCache& x, const char* what, const Op& op, const Plain& plain) {
+  const std::int64_t rows = x.c.rows(), heads = x.c.kv_heads(), longest = x.c.room();
+  Ints entries(static_cast<std::size_t>(rows * heads * longest)), count(static_cast<std::size_t>(rows * heads));
+  TokenList list;
+  list.index = View<std::int32_t, 3>::dense(entries.data(), {rows, heads, longest});
+  list.count = View<std::int32_t, 2>::dense(count.data(), {rows, heads});
+  const TokenList there = x.place.put(list);
+  plain(list);
+  op(there);
+  const auto scope = x.check.in(what);
+  x.check.equal("counts", x.place.get(there.count), count);
+  Ints got = x.place.get(there.index);
+  for (std::size_t head = 0; head < count.size(); ++head)  // what lies behind a list means nothing
+    for (auto i = static_cast<std::size_t>(count[head]); i < static_cast<std::size_t>(longest); ++i)
+      got[head * static_cast<std::size_t>(longest) + i] = entries[head * static_cast<std::size_t>(longest) + i];
+  x.check.equal("tokens", got, entries);
+}
+
 void check_choice(OnCache& x, const Index& index, const KeyClusters& there) {
   const Stream s = x.stream();
-  const std::int64_t rows = x.c.rows(), heads = x.c.kv_heads(), room = index.view.size.extent[2], longest = x.c.room();
+  const std::int64_t rows = x.c.rows(), heads = x.c.kv_heads(), room = index.view.size.extent[2];
   Numbers<3> queries(x, {rows, x.c.heads(), x.kv.head_dim}), scores(x, {rows, heads, room});
   const auto queries_there = queries.put();
   x.same<3>(
@@ -79,22 +99,54 @@ void check_choice(OnCache& x, const Index& index, const KeyClusters& there) {
     Ints most;
     for (std::int64_t i = 0; i < rows * heads; ++i) most.push_back(static_cast<int>(x.c.rng() % 40) - 2);
     const auto most_view = View<const std::int32_t, 2>::dense(most.data(), {rows, heads});
-    Ints entries(static_cast<std::size_t>(rows * heads * longest)), count(static_cast<std::size_t>(rows * heads));
-    TokenList list, list_there;
-    list.index = View<std::int32_t, 3>::dense(entries.data(), {rows, heads, longest});
-    list.count = View<std::int32_t, 2>::dense(count.data(), {rows, heads});
-    list_there = x.place.put(list);
     const int first = static_cast<int>(x.c.rng() % 4);
-    ops::cluster_tokens_reference(x.kv, scores.view(), most_view, first, index.view, list);
-    ops::cluster_tokens(x.there, scores.put(), x.place.put(most_view), first, there, list_there, s);
-    const auto scope = x.check.in(ties ? "cluster_tokens, with ties" : "cluster_tokens");
-    x.check.equal("counts", x.place.get(list_there.count), count);
-    Ints got = x.place.get(list_there.index);
-    for (std::size_t head = 0; head < count.size(); ++head)  // what lies behind a list means nothing
-      for (auto i = static_cast<std::size_t>(count[head]); i < static_cast<std::size_t>(longest); ++i)
-        got[head * static_cast<std::size_t>(longest) + i] = entries[head * static_cast<std::size_t>(longest) + i];
-    x.check.equal("tokens", got, entries);
+    same_list(
+        x, ties ? "cluster_tokens, with ties" : "cluster_tokens",
+        [&](const TokenList& list) {
+          ops::cluster_tokens(x.there, scores.put(), x.place.put(most_view), first, there, list, s);
+        },
+        [&](const TokenList& list) {
+          ops::cluster_tokens_reference(x.kv, scores.view(), most_view, first, index.view, list);
+        });
   }
+}
+
+// Shares of random queries, thresholds of shares with ties, and lists by them.
+void check_shares(OnCache& x, Workspace& w, const Index& index, const KeyClusters& there) {
+  const Stream s = x.stream();
+  const std::int64_t rows = x.c.rows(), heads = x.c.kv_heads(), room = index.view.size.extent[2];
+  for (const std::int64_t count : {1, 5}) {
+    Numbers<4> queries(x, {rows, x.c.heads(), count, x.kv.head_dim}, count == 1 ? 1.f : 30.f);
+    Numbers<3> shares(x, {rows, heads, room});
+    const auto queries_there = x.place.put(queries.view());
+    x.same<3>(
+        "cluster_shares", shares.own(), 1e-6,
+        [&](Scores out) { ops::cluster_shares(x.there, queries_there, .125f, there, out, w, s); },
+        [&](Scores out) { ops::cluster_shares_reference(x.kv, queries.view(), .125f, index.view, out); });
+  }
+  const std::int64_t slots = index.view.bound.extent[0];
+  Numbers<3> shares(x, {slots, heads, room});
+  for (std::int64_t i = 0; x.n % 2 && i < slots * heads * room; ++i) {
+    const float special[] = {0, 1, 2, 1e-40f, -1, NAN};
+    shares.own().data[i] = special[x.c.rng() % 6];
+  }
+  const auto shares_there = shares.put();
+  Numbers<1> start(x, {slots});
+  for (const double q : {0., .5, .9, 1.}) {
+    x.same<1>(
+        "share_quantile", start.own(), 1e-7,
+        [&](View<float, 1> out) { ops::share_quantile(x.there, shares_there, q, there, out, s); },
+        [&](View<float, 1> out) { ops::share_quantile_reference(x.kv, shares.view(), q, index.view, out); });
+  }
+  for (std::int64_t i = 0; i < slots; ++i) start.own()(i) = static_cast<float>(x.c.rng() % 3);
+  Numbers<3> of_rows(x, {rows, heads, room});
+  std::copy_n(shares.own().data, rows * heads * room, of_rows.own().data);
+  same_list(
+      x, "cluster_tokens_above",
+      [&](const TokenList& list) { ops::cluster_tokens_above(x.there, of_rows.put(), start.put(), there, list, s); },
+      [&](const TokenList& list) {
+        ops::cluster_tokens_above_reference(x.kv, of_rows.view(), start.view(), index.view, list);
+      });
 }
 
 void check_clusters(OnCache& x) {
@@ -110,6 +162,7 @@ void check_clusters(OnCache& x) {
   ops::cluster_keys_reference(x.kv, ranges, rule, index.view);
   same_clusters(x, "cluster_keys", there, index);
   check_choice(x, index, there);
+  check_shares(x, w, index, there);
   // Some heads have no room for them, or too few tokens.
   std::vector<ClusterRange> more(ranges.size());
   for (ClusterRange& range : more)
@@ -118,6 +171,7 @@ void check_clusters(OnCache& x) {
   ops::cluster_keys_reference(x.kv, more, rule, index.view);
   same_clusters(x, "cluster_keys that appends", there, index);
   check_choice(x, index, there);
+  check_shares(x, w, index, there);
 }
 
 std::vector<Case> list() { return {on_caches("clusters", "of ragged rows", 48, check_clusters)}; }

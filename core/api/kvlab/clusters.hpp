@@ -43,11 +43,44 @@ class KeptClusters {
       c.bound = view(numbers + clusters + tokens, 2);
       layers_.push_back(c);
     }
+    all_ = layers_.front();
+    for (std::int64_t* heads :
+         {&all_.centroid.extent[1], &all_.size.extent[1], &all_.token.extent[1], &all_.bound.extent[1]})
+      *heads *= s.layers;
   }
   const KeyClusters& of(const LayerKv& kv) const { return layers_[static_cast<std::size_t>(kv.layer)]; }
+  // Those of all layers: head layer * kv_heads + kv_head.
+  const KeyClusters& all() const { return all_; }
 
  private:
   std::vector<KeyClusters> layers_;
+  KeyClusters all_;
+};
+
+// What a prompt's last queries give each cluster (ops::cluster_shares), and one threshold of a sequence, in state
+// memory.
+class KeptShares {
+ public:
+  KeptShares() = default;
+  KeptShares(const char* tag, const Shape& s, std::int64_t clusters, Workspace& w) {
+    const std::int64_t layer = clusters * s.kv_heads, slot = layer * s.layers + 1;
+    auto* data = static_cast<float*>(w.state(tag, static_cast<std::size_t>(slot) * sizeof(float), s.max_slots));
+    all_ = {data, {s.max_slots, std::int64_t{s.layers} * s.kv_heads, clusters}, {slot, clusters, 1}};
+    threshold_ = {data + layer * s.layers, {s.max_slots}, {slot}};
+  }
+  // [row, kv_head, cluster] of a prompt, which has one row.
+  Scores of_row(const LayerPrefill& kv) const {
+    Scores row = all_;
+    row.data += kv.slots[0] * row.stride[0] + std::int64_t{kv.layer} * kv.kv_heads() * row.stride[1];
+    row.extent[0] = 1, row.extent[1] = kv.kv_heads();
+    return row;
+  }
+  View<float, 3> all() const { return all_; }              // [slot, layer * kv_heads + kv_head, cluster]
+  View<float, 1> threshold() const { return threshold_; }  // [slot]
+
+ private:
+  View<float, 3> all_;
+  View<float, 1> threshold_;
 };
 
 // What ops::cluster_keys does with a row: places [from, from + tokens) become so many clusters. They replace all that
@@ -90,6 +123,29 @@ void cluster_scores(const PagedKv& kv, View<const float, 3> queries, const KeyCl
 // sizes, and the list.
 void cluster_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> most, int first,
                     const KeyClusters& clusters, TokenList list, Stream s);
+
+// out[row, kv_head, cluster] = the weight of one token at the centroid, if every token of a cluster lay there:
+// exp(scale q . C_c) / sum_j N_j exp(scale q . C_j), with centroids C and sizes N. So the weights of a head, each times
+// its size, add up to 1. It is the mean over the queries and over the group, each query head with a softmax of its own.
+// queries: [row, query head, query, head_dim], contiguous along head_dim, at least one query. All sums are in f64. An
+// empty cluster gets 0. Entries behind a head's clusters are left alone. Scratch: an f64 for
+// each query, query head and cluster. Bytes: the centroids, and the scratch three times.
+void cluster_shares(const PagedKv& kv, View<const float, 4> queries, float scale, const KeyClusters& clusters,
+                    Scores out, Workspace& w, Stream s);
+
+// out(slot), for the slots of kv's rows = the q-quantile of the shares of tokens: of each token of each cluster of all
+// heads that `clusters` has, the share of its cluster. kv gives slots alone, so the heads may be those of all layers.
+// Of T tokens, it lies at q * (T - 1) in ascending order, counted from 0. Between two tokens it is interpolated, as
+// numpy.quantile does. NaN and what is below 0 count as 0. No tokens give 0. 0 <= q <= 1. shares: [slot, head,
+// cluster]. Bytes: shares and sizes, 33 times on a GPU.
+void share_quantile(const PagedKv& kv, View<const float, 3> shares, double q, const KeyClusters& clusters,
+                    View<float, 1> out, Stream s);
+
+// list = the places from the end of the clusters on, and the tokens of clusters whose share is above threshold(slot).
+// NaN is above nothing. shares: [row, kv_head, cluster]. list needs room for every token of the head. Bytes: shares,
+// sizes, and the list.
+void cluster_tokens_above(const PagedKv& kv, View<const float, 3> shares, View<const float, 1> threshold,
+                          const KeyClusters& clusters, TokenList list, Stream s);
 
 }  // namespace ops
 }  // namespace kvlab

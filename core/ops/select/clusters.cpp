@@ -13,15 +13,6 @@
 namespace kvlab::ops {
 namespace {
 
-void check_clusters(const PagedKv& kv, const KeyClusters& c, const char* op) {
-  const std::int64_t slots = c.bound.extent[0], heads = kv.kv_heads, room = c.size.extent[2];
-  if (c.centroid.extent != std::array{slots, heads, room, std::int64_t{kv.head_dim}} || c.centroid.stride[3] != 1 ||
-      c.size.extent != std::array{slots, heads, room} || c.token.extent[0] != slots || c.token.extent[1] != heads ||
-      c.bound.extent != std::array{slots, heads, std::int64_t{2}} || c.size.stride[2] != 1 || c.token.stride[2] != 1 ||
-      c.bound.stride[2] != 1)
-    fail(Errc::internal, op, "got clusters of another shape, wanted those of this cache's KV heads");
-}
-
 void check_ranges(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const KeyClusters& c, Stream s,
                   const char* op) {
   if (ranges.size() != static_cast<std::size_t>(kv.rows))
@@ -135,11 +126,25 @@ void cluster_head(const PagedKv& kv, int row, int head, const ClusterRange& rang
 
 }  // namespace
 
+void check_clusters(const PagedKv& kv, std::int64_t heads, const KeyClusters& c, const char* op) {
+  const std::int64_t slots = c.bound.extent[0], room = c.size.extent[2];
+  if (c.centroid.extent != std::array{slots, heads, room, std::int64_t{kv.head_dim}} || c.centroid.stride[3] != 1 ||
+      c.size.extent != std::array{slots, heads, room} || c.token.extent[0] != slots || c.token.extent[1] != heads ||
+      c.bound.extent != std::array{slots, heads, std::int64_t{2}} || c.size.stride[2] != 1 || c.token.stride[2] != 1 ||
+      c.bound.stride[2] != 1)
+    fail(Errc::internal, op, "got clusters of another shape, wanted those of this cache's KV heads");
+}
+
+void check_cluster_scores(const PagedKv& kv, const View<const float, 3>& scores, const KeyClusters& c, const char* op) {
+  if (scores.extent[0] < kv.rows || scores.extent[1] != kv.kv_heads || scores.extent[2] < c.size.extent[2])
+    fail(Errc::internal, op, "got too few scores, wanted [row, kv_head, cluster]");
+}
+
 void cluster_keys(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const ClusterRule& rule,
                   const KeyClusters& clusters, Workspace& w, Stream s) {
   const char* op = "cluster_keys";
   check_kv(kv, op, s);
-  check_clusters(kv, clusters, op);
+  check_clusters(kv, kv.kv_heads, clusters, op);
   check_ranges(kv, ranges, clusters, s, op);
   if (kv.rope == RopeRegime::cache_relative)
     fail(Errc::unsupported, op, "got keys before RoPE (cache_relative), wanted keys that are stored as rotated");
@@ -157,12 +162,11 @@ void cluster_scores(const PagedKv& kv, View<const float, 3> queries, const KeyCl
                     Stream s) {
   const char* op = "cluster_scores";
   check_kv(kv, op, s);
-  check_clusters(kv, clusters, op);
+  check_clusters(kv, kv.kv_heads, clusters, op);
   if (queries.extent[0] < kv.rows || queries.extent[1] % kv.kv_heads || queries.extent[2] != kv.head_dim ||
       queries.stride[2] != 1)
     fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, head_dim]");
-  if (out.extent[0] < kv.rows || out.extent[1] != kv.kv_heads || out.extent[2] < clusters.size.extent[2])
-    fail(Errc::internal, op, "got too few scores, wanted [row, kv_head, cluster]");
+  check_cluster_scores(kv, out, clusters, op);
   if (s.device() == Device::cuda) return on_cuda<cluster_scores>(kv, queries, clusters, out, s);
   const std::int64_t group = queries.extent[1] / kv.kv_heads;
   for (int r = 0; r < kv.rows; ++r)
@@ -183,10 +187,9 @@ void cluster_tokens(const PagedKv& kv, View<const float, 3> scores, View<const s
                     const KeyClusters& clusters, TokenList list, Stream s) {
   const char* op = "cluster_tokens";
   check_kv(kv, op, s);
-  check_clusters(kv, clusters, op);
+  check_clusters(kv, kv.kv_heads, clusters, op);
   check_list(kv, list, op);
-  if (scores.extent[0] < kv.rows || scores.extent[1] != kv.kv_heads || scores.extent[2] < clusters.size.extent[2])
-    fail(Errc::internal, op, "got too few scores, wanted [row, kv_head, cluster]");
+  check_cluster_scores(kv, scores, clusters, op);
   if (most.extent[0] < kv.rows || most.extent[1] < kv.kv_heads)
     fail(Errc::internal, op, "got too few numbers of tokens, wanted [row, kv_head]");
   if (s.device() == Device::cuda) return on_cuda<cluster_tokens>(kv, scores, most, first, clusters, list, s);

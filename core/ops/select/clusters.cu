@@ -8,6 +8,7 @@
 #include "base/cuda.cuh"
 #include "base/device_op.hpp"
 #include "ops/page/paged.cuh"
+#include "ops/select/clusters.cuh"
 
 namespace kvlab::ops {
 using namespace cuda;
@@ -185,7 +186,7 @@ void cluster_scores_cuda(const PagedKv& kv, View<const float, 3> queries, const 
 __global__ void __launch_bounds__(list_threads)
     cluster_tokens_kernel(DeviceKv kv, View<const float, 3> scores, View<const std::int32_t, 2> most, int first,
                           const __grid_constant__ KeyClusters clusters, const __grid_constant__ TokenList list) {
-  __shared__ int marked[list_threads];
+  __shared__ unsigned scan[32];
   const int head = blockIdx.y, row = blockIdx.z, slot = kv.kv.slots[row], me = threadIdx.x;
   const int n = min(static_cast<std::int64_t>(kv.tokens(row, head)), list.index.extent[2]);
   const int count = clusters.bound(slot, head, 0), end = clusters.bound(slot, head, 1);
@@ -205,19 +206,7 @@ __global__ void __launch_bounds__(list_threads)
       if (token[start + i] < n) index[token[start + i]] = 1;
   }
   __syncthreads();
-  int kept = 0;
-  for (int begin = 0; begin < n; begin += list_threads) {
-    const int t = begin + me;
-    marked[me] = t < n && index[t];
-    __syncthreads();
-    int at = kept;
-    for (int i = 0; i < list_threads; ++i) {
-      at += i < me ? marked[i] : 0;
-      kept += marked[i];
-    }
-    if (marked[me]) index[at] = t;
-    __syncthreads();
-  }
+  const int kept = device::list_marked(index, n, scan);
   if (me == 0) list.count(list.at(row), head) = kept;
 }
 

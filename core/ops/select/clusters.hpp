@@ -42,10 +42,21 @@ inline void draw_centroids(const ClusterRange& range, std::uint64_t seed, int kv
       *out++ = i, --left;
 }
 
+// Refuses clusters that are not those of `heads` heads of this cache.
+void check_clusters(const PagedKv& kv, std::int64_t heads, const KeyClusters& c, const char* op);
+// Refuses scores that are not [row, kv_head, cluster].
+void check_cluster_scores(const PagedKv& kv, const View<const float, 3>& scores, const KeyClusters& c, const char* op);
+
 void cluster_keys_reference(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const ClusterRule& rule,
                             const KeyClusters& clusters);
 void cluster_scores_reference(const PagedKv& kv, View<const float, 3> queries, const KeyClusters& clusters, Scores out);
 void cluster_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> most,
                               int first, const KeyClusters& clusters, TokenList list);
+void cluster_shares_reference(const PagedKv& kv, View<const float, 4> queries, float scale, const KeyClusters& clusters,
+                              Scores out);
+void share_quantile_reference(const PagedKv& kv, View<const float, 3> shares, double q, const KeyClusters& clusters,
+                              View<float, 1> out);
+void cluster_tokens_above_reference(const PagedKv& kv, View<const float, 3> shares, View<const float, 1> threshold,
+                                    const KeyClusters& clusters, TokenList list);
 
 }  // namespace kvlab::ops
