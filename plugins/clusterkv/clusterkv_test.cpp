@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "support/on_text.hpp"
+#include "support/plain_clusters.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -12,63 +12,6 @@ namespace {
 constexpr int prompt = 160, steps = 24, sinks = 4, tokens = 40, per_cluster = 9, window = 8, window_clusters = 3;
 
 using Vector = std::vector<double>;
-
-struct Cluster {
-  Vector centroid;
-  std::vector<int> members;
-};
-
-// Vigna's form of SplitMix64.
-struct SplitMix {
-  std::uint64_t state;
-  std::uint64_t next() {
-    std::uint64_t z = state += 0x9e3779b97f4a7c15;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
-    z = (z ^ z >> 27) * 0x94d049bb133111eb;
-    return z ^ z >> 31;
-  }
-};
-
-void give_out(const std::vector<Vector>& keys, int from, std::vector<Cluster>& clusters) {
-  for (Cluster& c : clusters) c.members.clear();
-  for (std::size_t t = 0; t < keys.size(); ++t) {
-    Cluster* best = nullptr;
-    double most = -2;
-    for (Cluster& c : clusters) {
-      const double cosine = dot(keys[t], c.centroid) / std::sqrt(dot(keys[t], keys[t]) * dot(c.centroid, c.centroid));
-      if (cosine > most) most = cosine, best = &c;
-    }
-    best->members.push_back(from + static_cast<int>(t));
-  }
-}
-
-std::vector<Cluster> cluster(const std::vector<Vector>& keys, int from, int count, int iterations, std::uint64_t seed,
-                             int head) {
-  SplitMix heads{seed};
-  for (int h = 0; h < head; ++h) heads.next();
-  SplitMix draws{heads.next()};
-  std::vector<Cluster> clusters;
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    const double share = static_cast<double>(draws.next() >> 32) / 4294967296.;
-    if (share * static_cast<double>(keys.size() - i) <
-        static_cast<double>(count) - static_cast<double>(clusters.size()))
-      clusters.push_back({keys[i], {}});
-  }
-  REQUIRE(static_cast<int>(clusters.size()) == count);
-  for (int i = 0; i < iterations; ++i) {
-    give_out(keys, from, clusters);
-    for (Cluster& c : clusters) {
-      if (c.members.empty()) continue;
-      Vector mean(keys[0].size());
-      for (const int t : c.members)
-        for (std::size_t d = 0; d < mean.size(); ++d)
-          mean[d] += keys[static_cast<std::size_t>(t - from)][d] / static_cast<double>(c.members.size());
-      c.centroid = mean;
-    }
-  }
-  give_out(keys, from, clusters);
-  return clusters;
-}
 
 // At most `most` tokens: whole clusters by score, the last one in part.
 std::vector<int> choose(const std::vector<std::vector<int>>& members, const Vector& scores, std::size_t most) {
@@ -80,13 +23,6 @@ std::vector<int> choose(const std::vector<std::vector<int>>& members, const Vect
     for (const int t : members[static_cast<std::size_t>(c)])
       if (out.size() < most) out.push_back(t);
   return out;
-}
-
-std::vector<Vector> keys_of(const OnText& run, int layer, int head, int from, int to) {
-  std::vector<Vector> keys;
-  for (int t = from; t < to; ++t)
-    keys.push_back(run.layer(layer).keys.at[static_cast<std::size_t>(t)][static_cast<std::size_t>(head)]);
-  return keys;
 }
 
 }  // namespace
@@ -132,8 +68,8 @@ TEST_CASE("clusterkv reads on real text what a plain implementation reads") {
       const auto& here = run.layer(layer);
       const std::uint64_t of_layer = (std::uint64_t{seed} << 16) + static_cast<std::uint64_t>(layer);
       int end = prompt;
-      std::vector<Cluster> clusters =
-          cluster(keys_of(run, layer, head, sinks, end), sinks, count, iterations, of_layer, head);
+      std::vector<PlainCluster> clusters =
+          plain_clusters(keys_of(run, layer, head, sinks, end), sinks, count, iterations, of_layer, head);
       for (int step = 0; step < steps; ++step) {
         CAPTURE(layer, head, step);
         if (layer == 0) {
@@ -141,8 +77,8 @@ TEST_CASE("clusterkv reads on real text what a plain implementation reads") {
           continue;
         }
         if (step > 0 && step % window == 0) {
-          for (auto& c :
-               cluster(keys_of(run, layer, head, end, end + window), end, window_clusters, iterations, of_layer, head))
+          for (auto& c : plain_clusters(keys_of(run, layer, head, end, end + window), end, window_clusters, iterations,
+                                        of_layer, head))
             clusters.push_back(c);
           end += window;
         }
@@ -154,7 +90,7 @@ TEST_CASE("clusterkv reads on real text what a plain implementation reads") {
                 here.queries
                     .at[static_cast<std::size_t>(prompt + step)][static_cast<std::size_t>(head * run.group() + g)][d] /
                 run.group();
-        for (const Cluster& c : clusters) scores.push_back(dot(query, c.centroid)), members.push_back(c.members);
+        for (const PlainCluster& c : clusters) scores.push_back(dot(query, c.centroid)), members.push_back(c.members);
         std::vector<int> wanted = choose(members, scores, tokens - sinks);
         for (int t = 0; t < sinks; ++t) wanted.push_back(t);
         for (int t = end; t <= prompt + step; ++t) wanted.push_back(t);
