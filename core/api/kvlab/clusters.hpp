@@ -57,8 +57,8 @@ class KeptClusters {
   KeyClusters all_;
 };
 
-// What a prompt's last queries give each cluster (ops::cluster_shares), and one threshold of a sequence, in state
-// memory.
+// Shares that a prompt's last queries give each cluster (ops::cluster_shares), and one threshold of a sequence, in
+// state memory.
 class KeptShares {
  public:
   KeptShares() = default;
@@ -125,7 +125,7 @@ void cluster_tokens(const PagedKv& kv, View<const float, 3> scores, View<const s
                     const KeyClusters& clusters, TokenList list, Stream s);
 
 // out[row, kv_head, cluster] = the weight of one token at the centroid, if every token of a cluster lay there:
-// exp(scale q . C_c) / sum_j N_j exp(scale q . C_j), with centroids C and sizes N. So the weights of a head, each times
+// exp(scale q . C_c) / sum_j N_j exp(scale q . C_j), with centroids C and sizes N. The weights of a head, each times
 // its size, add up to 1. It is the mean over the queries and over the group, each query head with a softmax of its own.
 // queries: [row, query head, query, head_dim], contiguous along head_dim, at least one query. All sums are in f64. An
 // empty cluster gets 0. Entries behind a head's clusters are left alone. Scratch: an f64 for
@@ -133,9 +133,9 @@ void cluster_tokens(const PagedKv& kv, View<const float, 3> scores, View<const s
 void cluster_shares(const PagedKv& kv, View<const float, 4> queries, float scale, const KeyClusters& clusters,
                     Scores out, Workspace& w, Stream s);
 
-// out(slot), for the slots of kv's rows = the q-quantile of the shares of tokens: of each token of each cluster of all
-// heads that `clusters` has, the share of its cluster. kv gives slots alone, so the heads may be those of all layers.
-// Of T tokens, it lies at q * (T - 1) in ascending order, counted from 0. Between two tokens it is interpolated, as
+// out(slot) = the q-quantile of the shares of tokens, for the slots of kv's rows. A token has the share of its cluster.
+// All heads of `clusters` count. kv gives slots alone, so these may be the heads of all layers. The quantile of T
+// tokens lies at q * (T - 1) in ascending order, counted from 0. Between two tokens it is interpolated, as
 // numpy.quantile does. NaN and what is below 0 count as 0. No tokens give 0. 0 <= q <= 1. shares: [slot, head,
 // cluster]. Bytes: shares and sizes, 33 times on a GPU.
 void share_quantile(const PagedKv& kv, View<const float, 3> shares, double q, const KeyClusters& clusters,

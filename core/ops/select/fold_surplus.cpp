@@ -7,32 +7,10 @@
 #include "ops/page/made_up.hpp"
 #include "ops/page/paged.hpp"
 #include "ops/page/token_rows.hpp"
-#include "ops/select/select.hpp"
+#include "ops/select/surplus.hpp"
 
 namespace kvlab::ops {
 namespace {
-
-void check_surplus(const PagedKv& kv, const Surplus& x, const char* op, Stream s) {
-  if (!x.keep.data || x.keep.extent[0] < kv.rows || x.keep.extent[1] < kv.kv_heads)
-    fail(Errc::internal, op, "got numbers to keep of fewer rows or heads than the cache has, wanted [row, kv_head]");
-  if (x.scores)
-    check_kv_scores(kv, x.scores, "scores", op, s);
-  else if (x.column >= 0)
-    checked_column({&kv, x.column}, op, s);
-}
-
-// The numbers that rank a head's tokens, or null = by age.
-const float* ranks_of(const PagedKv& kv, const Surplus& x, int row, int head, int n, std::vector<float>& state) {
-  if (x.scores) return &x.scores(row, head, 0);
-  if (x.column < 0) return nullptr;
-  state.clear();
-  for (int t = 0; t < n; ++t) {
-    const PageEntry& e = kv.entry(row, head, t / kv.page_size);
-    state.push_back(reinterpret_cast<const float*>(
-        kv.frame(e) + kv.layout(e).state)[std::int64_t{x.column} * kv.page_size + t % kv.page_size]);
-  }
-  return state.data();
-}
 
 // mean = the mean of `weight` rows that it stands for and of the marked tokens. `pages` hold all of these.
 void join(const PagedKv& kv, int row, int head, KvSide side, const std::vector<std::int32_t>& pages,
@@ -55,14 +33,8 @@ void join(const PagedKv& kv, int row, int head, KvSide side, const std::vector<s
 
 void fold_head(const PagedKv& kv, const Surplus& x, int row, int head, int i, const MadeUpTokens& to) {
   thread_local std::vector<std::int32_t> position, pages;
-  thread_local std::vector<float> state;
   thread_local std::vector<char> leaves;
-  const int n = kv.tokens(row, head), keep = x.keep(row, head), slot = kv.slots[row];
-  if (keep >= n) return;
-  position.resize(static_cast<std::size_t>(n));
-  token_positions(kv, row, head, n, position.data());
-  const int count = mark_surplus(ranks_of(kv, x, row, head, n, state), position.data(), n, std::max(0, keep),
-                                 x.pins ? x.pins[row] : Pins{}, leaves);
+  const int n = kv.tokens(row, head), slot = kv.slots[row], count = find_surplus(kv, x, row, head, position, leaves);
   if (count == 0) return;
   pages.clear();
   for (int t = 0; t < n; ++t)
