@@ -1,6 +1,6 @@
 // The compensation token, beside plain attention over the tokens that a head keeps and the mean of those that it
 // dropped.
-#include "support/on_text.hpp"
+#include "support/recorded.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -8,63 +8,6 @@ using namespace kvlab::test;
 namespace {
 
 using Row = std::vector<double>;
-
-// Runs the policy over random tokens and records each layer's rows and attention outputs by text position.
-class Recorded final : public EngineObserver {
- public:
-  struct Layer {
-    SeenRows queries, keys, values, outputs;
-  };
-
-  Recorded(std::map<std::string, ParamValue> params, const Profile& profile, int tokens)
-      : model_(load_model(*open_model("bundled/recall", "", ""), DType::f32, "recall")) {
-    static Registry registry;
-    const RegistryCatalog catalog(registry);
-    PolicySpec spec;
-    spec.name = "razor_attention";
-    spec.policy = PluginUse{Role::policy, spec.name, resolve(registry.require(Role::policy, spec.name), params)};
-    if (!profile.empty()) spec.profile = "scores";
-    EngineOptions o;
-    o.max_tokens = tokens;
-    o.page_size = 8;
-    engine_ = std::make_unique<Engine>(model_, build_policy(spec, catalog, &profile), o);
-    engine_->observe(this);
-    layers.resize(static_cast<std::size_t>(model_->config.layers));
-    slot_ = engine_->open();
-  }
-  void prompt(const PromptLayer& l, const Store&) override { add(l); }
-  void attended(const DecodeLayer& l, const Store&) override { add(l); }
-
-  void prefill(int tokens) {
-    std::vector<int> text;
-    for (int t = 0; t < tokens; ++t) text.push_back(token(t));
-    REQUIRE(engine_->prefill(slot_, text, true, {}) == Fit::ok);
-    fed_ = tokens;
-  }
-  void step() {
-    const int next = token(fed_++);
-    REQUIRE(engine_->step({slot_}, {&next, 1}, {}) == Fit::ok);
-  }
-  // A sequence goes on in a slot of another engine, as after a saved cache.
-  SavedSequence save() { return engine_->save(slot_); }
-  void restore(const SavedSequence& saved, int fed) {
-    REQUIRE(engine_->restore(slot_, saved) == Fit::ok);
-    fed_ = fed;
-  }
-  const ModelConfig& config() const { return model_->config; }
-  std::vector<Layer> layers;
-
- private:
-  int token(int t) const { return (t * t * 7 + 31 * t + 3) % std::min(model_->config.vocab, 200); }
-  void add(const LayerRows& l) {
-    Layer& to = layers[static_cast<std::size_t>(l.layer)];
-    to.queries.append(l.queries), to.keys.append(l.keys), to.values.append(l.values), to.outputs.append(l.output);
-  }
-
-  std::shared_ptr<const Model> model_;
-  std::unique_ptr<Engine> engine_;
-  int slot_ = -1, fed_ = 0;
-};
 
 std::map<std::string, ParamValue> params(int sinks, int window, std::map<std::string, ParamValue> more = {}) {
   more.insert({{"sinks", std::int64_t{sinks}}, {"window", std::int64_t{window}}, {"window_share", 0.}});
@@ -93,12 +36,6 @@ Row attention(const Recorded::Layer& l, std::size_t p, int query_head, int kv_he
   if (!dropped.empty()) add(value, count * weight(key));
   for (double& x : out) x /= total;
   return out;
-}
-
-double farthest(const Row& a, const Row& b) {
-  double most = 0;
-  for (std::size_t d = 0; d < a.size(); ++d) most = std::max(most, std::abs(a[d] - b[d]));
-  return most;
 }
 
 // Checks the outputs of the step at text position p. `seen`: the tokens when the head last dropped some. Returns the
@@ -130,7 +67,7 @@ bool none(int, int) { return false; }
 
 // The card: of 10 tokens 0, 1, 7, 8 and 9 stay, and the mean of 2 to 6 counts five times. Then it grows by one a step.
 TEST_CASE("razor_attention: the compensation token of the card's case, and as it grows") {
-  Recorded run(params(2, 3, {{"retrieval_heads", false}}), {}, 32);
+  Recorded run("razor_attention", params(2, 3, {{"retrieval_heads", false}}), {}, 32);
   run.prefill(10);
   for (int p = 10; p < 20; ++p) {
     run.step();
@@ -158,14 +95,14 @@ TEST_CASE("razor_attention: the compensation token of a longer text") {
   const double one = 1. / (config.layers * config.kv_heads);
   const auto given = params(
       sinks, window, {{"induction", one}, {"echo", 0.}, {"while_decoding", decodes}, {"compensation", compensated}});
-  Recorded run(given, profile, prompt + 2 * steps);
+  Recorded run("razor_attention", given, profile, prompt + 2 * steps);
   run.prefill(prompt);
   for (int p = prompt; p < prompt + steps; ++p) {
     run.step();
     CHECK(check_step(run, p, sinks, window, decodes ? p : prompt, compensated, whole) > 0);
   }
   // A saved sequence keeps its compensation tokens.
-  Recorded later(given, profile, prompt + 2 * steps);
+  Recorded later("razor_attention", given, profile, prompt + 2 * steps);
   later.layers = run.layers;
   later.restore(run.save(), prompt + steps);
   for (int p = prompt + steps; p < prompt + steps + 3; ++p) {

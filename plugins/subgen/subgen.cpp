@@ -1,0 +1,79 @@
+// SubGen: tokens that leave a window join a sketch. Sampled keys of clusters estimate the denominator of the softmax.
+// Tokens that are drawn by the squared size of their values estimate its numerator. Zandieh et al. 2024.
+#include <kvlab/plugin.hpp>
+#include <kvlab/random.hpp>
+#include <kvlab/sketch.hpp>
+
+#include <algorithm>
+
+namespace {
+
+class SubGen final : public kvlab::Policy {
+ public:
+  explicit SubGen(const kvlab::Params& p)
+      : rule_{p.get<float>("radius"), p.get<int>("clusters"), p.get<int>("samples"), p.get<int>("values")},
+        sinks_(p.get<int>("sinks")),
+        window_(p.get<int>("window")),
+        seed_(p.get<std::uint64_t>("seed")),
+        sketches_(p.get<bool>("sketch")) {}
+
+  kvlab::Needs needs() const override { return kvlab::Needs{}.own_amount(true).capturable(true); }
+
+  void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
+    if (sketches_) kept_ = kvlab::KeptSketch("sketches", shape, rule_, w);
+    const auto heads = static_cast<std::size_t>(shape.layers) * static_cast<std::size_t>(shape.kv_heads);
+    keep_ = kvlab::HeadConstants<std::int32_t>("tokens to keep", shape,
+                                               std::vector<std::int32_t>(heads, sinks_ + window_), w);
+    const std::vector<kvlab::Pins> pins(static_cast<std::size_t>(shape.max_slots), {.first = sinks_});
+    pins_ = static_cast<const kvlab::Pins*>(w.constant("pins", pins.data(), pins.size() * sizeof(pins[0])));
+  }
+
+  kvlab::Demand demand(int prompt, int max_new) const override {
+    const auto held = [this](int n) { return std::int64_t{std::min(n, sinks_ + window_)} + 1; };
+    return {.device_prefill = held(prompt), .device_decode = held(prompt + max_new)};
+  }
+
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (!kv.last[0]) return;
+    const std::uint64_t sequence = kvlab::Random(seed_, kv.sequence[0]).next();
+    const std::uint64_t key = kvlab::Random(sequence, static_cast<std::uint32_t>(kv.layer)).next();
+    evict(kv, kv.upload("keys of draws", &key), edits, s);
+  }
+  void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream) override {
+    if (sketches_) edits.read_made_up(kept_.of(step).tokens);
+  }
+  void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    evict(step, nullptr, edits, s);
+  }
+
+ private:
+  // keys: null = those of the prompt's end.
+  void evict(const kvlab::LayerKv& kv, const std::uint64_t* keys, kvlab::Edits& edits, kvlab::Stream s) const {
+    const kvlab::Surplus surplus{.keep = {keep_.of(kv), {kv.rows(), kv.kv_heads()}, {0, 1}}, .pins = pins_};
+    if (sketches_) kvlab::ops::sketch_surplus(kv.pages, surplus, rule_, keys, kept_.of(kv), s);
+    edits.evict_surplus(surplus);
+  }
+
+  kvlab::SketchRule rule_;
+  int sinks_, window_;
+  std::uint64_t seed_;
+  bool sketches_;
+  kvlab::KeptSketch kept_;
+  kvlab::HeadConstants<std::int32_t> keep_;
+  const kvlab::Pins* pins_ = nullptr;
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::policy<SubGen>("subgen",
+                                   "sinks and a window stay exact; a sketch with random samples stands for what left "
+                                   "(Zandieh et al. 2024). Its estimates vary much: for research")
+                 .param("radius", 10., 0, 1e6,
+                        "a key opens a cluster where it is farther than this from every centre, while there is room")
+                 .param("clusters", 64, 1, 4096, "most clusters of a KV head")
+                 .param("samples", 4, 1, 1024, "keys that stand for a cluster")
+                 .param("values", 256, 1, 65536, "tokens that stand for the sum of values")
+                 .param("sinks", 4, 0, kvlab::any, "first tokens that stay")
+                 .param("window", 256, 1, kvlab::any, "newest tokens that stay")
+                 .param("seed", std::uint64_t{0}, 0, kvlab::any, "of the samples")
+                 .component("sketch", "off = what leaves is gone, as in streaming_llm"))
