@@ -1,8 +1,9 @@
 // Scissorhands: a token that the last queries found unimportant stays unimportant. Many tokens leave at once, now and
 // then. Liu et al., NeurIPS 2023.
 #include <kvlab/plugin.hpp>
+#include <kvlab/query_shares.hpp>
 
-#include <cmath>
+#include <algorithm>
 
 namespace {
 
@@ -30,7 +31,6 @@ class Scissorhands final : public kvlab::Scorer {
     return n.window_queries(window_)
         .mass(drop_ > 0 ? kvlab::Mass::decode : kvlab::Mass::none)
         .steps(true)
-        .scratch_numbers(8)
         .capturable(true);
   }
   kvlab::Pins pins(int) const override { return {.last = recent_}; }
@@ -46,7 +46,7 @@ class Scissorhands final : public kvlab::Scorer {
     if (kv.window_queries) return count_prompt(kv, s);
     if (!kv.mass) return;
     begin_block(kv, s);
-    count(kv, kv.mass, 0, 0, room(kv), s);
+    count(kv, s);
   }
 
   // The counts are whole numbers. Text positions add less than 1, so that of equal counts the newer token stays.
@@ -63,50 +63,48 @@ class Scissorhands final : public kvlab::Scorer {
   }
 
  private:
-  struct Room {
-    kvlab::Scores below, counts;
-  };
-  Room room(const kvlab::LayerKv& kv) const {
+  // A step's attention: adds 1 to the newest block's count of each token whose share is below 1 / tokens.
+  void count(const kvlab::LayerKv& kv, kvlab::Stream s) const {
     const int heads = each_head_ ? kv.shape->query_heads : kv.kv_heads();
-    return {kv.scratch<float>("below", {kv.rows(), heads, kv.max_length}), kv.kv_head_scores("counts")};
-  }
-
-  // Adds 1 to a block's count of each token whose attention is below 1 / tokens. The newest `hidden` are not seen.
-  void count(const kvlab::LayerKv& kv, kvlab::View<const float, 3> attention, int hidden, std::size_t block,
-             const Room& room, kvlab::Stream s) const {
-    const kvlab::Pins all{.last = kv.max_length};
-    kvlab::Scores below = room.below;
+    const kvlab::Scores counts = kv.kv_head_scores("counts");
+    kvlab::Scores below = kv.scratch<float>("below", {kv.rows(), heads, kv.max_length});
+    kvlab::View<const float, 3> attention = kv.mass;
     if (!each_head_) {
-      kvlab::ops::group_reduce(kv.pages, attention, kvlab::GroupRule::mean, room.counts, s);
-      attention = room.counts;
+      kvlab::ops::group_reduce(kv.pages, attention, kvlab::GroupRule::mean, counts, s);
+      attention = counts;
     }
-    kvlab::ops::set_pinned(kv.pages, all, 0, below, s);
-    kvlab::ops::set_pinned(kv.pages, {.last = hidden}, -INFINITY, below, s);
+    kvlab::ops::set_pinned(kv.pages, {.last = kv.max_length}, 0, below, s);
     kvlab::ops::softmax(kv.pages, below, 1, s);
     kvlab::ops::add(below, attention, -1, s);
     kvlab::ops::above(below, 0, s);
     if (each_head_) {
-      kvlab::ops::group_reduce(kv.pages, below, kvlab::GroupRule::sum, room.counts, s);
-      below = room.counts;
+      kvlab::ops::group_reduce(kv.pages, below, kvlab::GroupRule::sum, counts, s);
+      below = counts;
     }
-    kvlab::ops::blend_state(kv.state(blocks_[block]), 1, below, 1, s);
+    kvlab::ops::blend_state(kv.state(blocks_[0]), 1, below, 1, s);
   }
 
-  // The prompt's last queries, one by one. A prompt has one row.
+  // The prompt's last queries, those of a block at once. A prompt has one row.
   void count_prompt(const kvlab::LayerKv& kv, kvlab::Stream s) const {
-    for (const std::string& block : blocks_) kvlab::ops::blend_state(kv.state(block), 0, {}, 0, s);
-    kvlab::View<const float, 4> query = kv.window_queries.f32();
-    const int queries = static_cast<int>(query.extent[2]);
-    std::vector<std::int32_t> ends;
-    for (int i = 1; i <= queries; ++i) ends.push_back(kv.position[0] - queries + i);
-    const std::int32_t* seen = kvlab::upload(*kv.workspace, "seen", ends.data(), {queries}).data;
-    const kvlab::Scores attention = kv.query_head_scores("attention");
-    const Room rooms = room(kv);
-    query.extent[2] = 1;
-    for (int i = 0; i < queries; ++i, query.data += query.stride[2]) {
-      const int newer = queries - 1 - i;
-      kvlab::ops::window_votes(query, seen + i, kv.pages, attention, s);
-      count(kv, attention, newer, blocks_.size() > 1 ? static_cast<std::size_t>(newer / drop_) : 0, rooms, s);
+    const kvlab::View<const float, 4> query = kv.window_queries.f32();
+    const int queries = static_cast<int>(query.extent[2]), of_block = blocks_.size() > 1 ? drop_ : queries;
+    std::vector<std::int32_t> ends;  // text tokens that the newest query of each block sees
+    for (int newer = 0; newer < queries; newer += of_block) ends.push_back(kv.position[0] - newer);
+    const auto blocks = static_cast<std::int64_t>(ends.size());
+    const std::int32_t* seen = kvlab::upload(*kv.workspace, "seen", ends.data(), {blocks}).data;
+    const kvlab::Scores counts = kv.kv_head_scores("counts");
+    for (std::size_t i = 0; i < blocks_.size(); ++i) {
+      const int end = queries - static_cast<int>(i) * of_block, first = std::max(0, end - of_block);
+      kvlab::View<const float, 3> numbers;  // none count as 1, so a factor of 0 clears
+      if (end > 0) {
+        kvlab::View<const float, 4> part = query;
+        part.data += first * query.stride[2], part.extent[2] = end - first;
+        kvlab::QueryShares how{.rule = each_head_ ? kvlab::ShareRule::below_each : kvlab::ShareRule::below_mean};
+        how.seen = seen + i;
+        kvlab::ops::query_shares(part, kv.pages, how, counts, s);
+        numbers = counts;
+      }
+      kvlab::ops::blend_state(kv.state(blocks_[i]), 0, numbers, end > 0 ? 1.f : 0.f, s);
     }
   }
 

@@ -8,44 +8,16 @@
 #include "base/device_op.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/paged.hpp"
-#include "ops/page/token_rows.hpp"
+#include "ops/score/query_logits.hpp"
 
 namespace kvlab::ops {
 namespace {
 
-constexpr int block_tokens = 128;                                   // tokens decoded and packed at once
 constexpr int sees_all = std::numeric_limits<std::int32_t>::max();  // a position after all others
 
-struct Scratch {
-  TokenRows rows;
-  std::vector<float> panel, scores;  // [head_dim, panel_width], [query head, window, tokens]
-  std::vector<float> greatest;       // [tokens], where a group gives one vote
-  std::vector<std::int32_t> position;
+struct Scratch : QueryLogits {
+  std::vector<float> greatest;  // [tokens], where a group gives one vote
 };
-
-// scores[query head, i, t] = q_i . k_t for all query heads of one KV head. Keys are read and packed once.
-void score_tokens(const PagedKv& kv, int row, int head, const View<const float, 3>& queries, const HeadRanks& ranks,
-                  std::int64_t stride, Scratch& x) {
-  const RowKernels& kernels = row_kernels();
-  const int pages = kv.pages(row, head), group = static_cast<int>(queries.extent[0]);
-  const int window = static_cast<int>(queries.extent[1]), block = std::max(1, block_tokens / kv.page_size);
-  x.panel.resize(std::size_t(kv.head_dim) * panel_width);
-  int place = 0;
-  for (int p = 0; p < pages; p += block) {
-    x.rows.gather(kv, row, head, KvSide::key, nullptr, p, std::min(block, pages - p));
-    const std::int32_t* rank = ranks.of(row, head);
-    const float* keys = rank ? x.rows.rotate(kv, rank, *ranks.rope()) : x.rows.decode(kv.head_dim);
-    for (int t = 0; t < x.rows.count(); ++t) x.position[place + t] = x.rows.position(t);
-    for (int t = 0; t < x.rows.count(); t += panel_width) {
-      const int count = std::min(panel_width, x.rows.count() - t);
-      kernels.pack_panel(keys + std::int64_t{t} * kv.head_dim, count, kv.head_dim, x.panel.data());
-      for (int g = 0; g < group; ++g)
-        kernels.panel_dot(x.panel.data(), kv.head_dim, &queries(g, 0, 0), queries.stride[1], window,
-                          x.scores.data() + g * window * stride + place + t, stride);
-    }
-    place += x.rows.count();
-  }
-}
 
 // Turns the logits of a query into shares of the tokens up to `newest`. Returns the factor that is still missing; 0: it
 // sees none of them.
@@ -64,17 +36,14 @@ void vote_head(const PagedKv& kv, int row, int head, const View<const float, 3>&
   const RowKernels& kernels = row_kernels();
   const int tokens = kv.tokens(row, head), group = static_cast<int>(queries.extent[0]);
   const int window = static_cast<int>(queries.extent[1]);
-  const std::int64_t stride = tokens + panel_width;  // the last panel may reach past the tokens
-  x.scores.resize(stride * window * group);
-  x.position.resize(tokens);
-  score_tokens(kv, row, head, queries, ranks, stride, x);
+  x.fill(kv, row, head, queries, ranks);
   const float softmax_scale = 1.f / std::sqrt(static_cast<float>(kv.head_dim));
   for (int g = 0; g < (of_group ? 1 : group); ++g) std::fill_n(votes + g * votes_stride, tokens, 0.f);
   for (int i = 0; i < window; ++i) {
     const int newest = last == sees_all ? last : last - (window - 1) + i;
     if (of_group) x.greatest.assign(static_cast<std::size_t>(tokens), 0.f);
     for (int g = 0; g < group; ++g) {
-      float* s = x.scores.data() + (g * window + i) * stride;
+      float* s = x.of(g, i, window);
       kernels.scale(s, tokens, softmax_scale);
       const float factor = share(s, x.position.data(), tokens, newest);
       if (factor == 0) continue;
