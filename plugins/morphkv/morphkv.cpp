@@ -1,9 +1,9 @@
 // MorphKV: the newest tokens stay, and of the older ones those that the newest queries attend to most. Each step
 // decides anew, so the cache has a constant size. Ghadia et al., ICML 2025.
 #include <kvlab/plugin.hpp>
+#include <kvlab/query_shares.hpp>
 
 #include <algorithm>
-#include <cmath>
 
 namespace {
 
@@ -27,9 +27,9 @@ class MorphKv final : public kvlab::Scorer {
   explicit MorphKv(const kvlab::Params& p)
       : window_(p.get<int>("window")),
         every_(p.get<int>("every")),
-        fusion_(p.get<Fusion>("fusion") == Fusion::max ? kvlab::GroupRule::max : kvlab::GroupRule::sum) {}
+        fusion_(p.get<Fusion>("fusion") == Fusion::max ? kvlab::ShareRule::max : kvlab::ShareRule::sum) {}
 
-  kvlab::Needs needs() const override { return kvlab::Needs{}.window_queries(window_).scratch_numbers(window_ + 4); }
+  kvlab::Needs needs() const override { return kvlab::Needs{}.window_queries(window_); }
   kvlab::Pins pins(int) const override { return {.last = window_}; }
   int every() const override { return every_; }
 
@@ -40,67 +40,66 @@ class MorphKv final : public kvlab::Scorer {
     queries_ = static_cast<float*>(w.state("newest queries", bytes, shape.max_slots));
   }
 
+  // Logits of a group add up, and so do its queries: for all rows at once, then each row's go to their place.
   void observe(const kvlab::LayerKv& kv, kvlab::Stream s) override {
     if (kv.queries) {
       const kvlab::View<const float, 3> q = kv.queries.f32();
+      const kvlab::Scores sum = kv.scratch<float>("sums of groups", {kv.rows(), kv.kv_heads(), q.extent[2]});
+      add_up(kv, {q.data, sum.extent, {q.stride[0], kv.shape->group() * q.stride[1], 1}}, q.stride[1], sum, s);
       for (int row = 0; row < kv.rows(); ++row)
-        note(kv, row, {q.data + row * q.stride[0], {q.extent[1], 1, q.extent[2]}, {q.stride[1], 0, 1}},
-             kv.position[row] - 1, 1, s);
+        kvlab::ops::copy(places(kv, row, kv.position[row] - 1, 1),
+                         {&sum(row, 0, 0), {sum.extent[1], 1, sum.extent[2]}, {sum.stride[1], 0, 1}}, s);
     } else if (kv.window_queries) {
       const kvlab::View<const float, 4> q = kv.window_queries.f32();
-      const int n = static_cast<int>(q.extent[2]);
-      note(kv, 0, q[0], kv.position[0] - n, n, s);
+      const int n = static_cast<int>(q.extent[2]), from = kv.position[0] - n;
+      for (int done = 0, count = 0; done < n; done += count) {
+        count = std::min(n - done, window_ - (from + done) % window_);
+        add_up(
+            kv,
+            {&q(0, 0, done, 0), {kv.kv_heads(), count, q.extent[3]}, {kv.shape->group() * q.stride[1], q.stride[2], 1}},
+            q.stride[1], places(kv, 0, from + done, count), s);
+      }
     }
   }
 
   // Each query's softmax over the older tokens alone, then one number of all queries. A text that is longer than its
   // budget has `window` queries.
   void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {
-    const kvlab::Scores shares = kv.scratch<float>("shares", {1, kv.kv_heads() * window_, kv.max_length});
-    kvlab::PagedKv one = kv.pages;
-    one.rows = 1;
-    const std::int64_t dim = one.head_dim, queries = std::int64_t{one.kv_heads} * window_;
-    for (int row = 0; row < kv.rows(); ++row, ++one.slots) {
-      const kvlab::Scores to{out.data + row * out.stride[0], {1, out.extent[1], out.extent[2]}, out.stride};
-      kvlab::ops::row_dot({&one, kvlab::KvSide::key},
-                          kvlab::View<const float, 3>::dense(newest(kv, row), {1, queries, dim}), shares, s);
-      kvlab::ops::scale(shares, 1 / std::sqrt(static_cast<float>(dim)), s);
-      kvlab::ops::set_pinned(one, {.last = window_}, -INFINITY, shares, s);
-      kvlab::ops::softmax(one, shares, 1, s);
-      kvlab::ops::group_reduce(one, shares, fusion_, to, s);
-    }
+    std::vector<std::int32_t> older;
+    for (int row = 0; row < kv.rows(); ++row) older.push_back(kv.position[row] - window_);
+    kvlab::QueryShares how;
+    how.rule = fusion_;
+    how.seen = kv.upload("older", older.data()), how.alike = true;
+    how.of_slots = true;
+    const std::int64_t dim = kv.pages.head_dim;
+    const kvlab::View<const float, 4> queries{queries_ + kv.layer * layer_,
+                                              {kv.shape->max_slots, kv.kv_heads(), window_, dim},
+                                              {kv.shape->layers * layer_, window_ * dim, dim, 1}};
+    kvlab::ops::query_shares(queries, kv.pages, how, out, s);
   }
 
  private:
-  // The row's last queries, those of a group added up: [KV head, text position % window, head_dim].
-  float* newest(const kvlab::LayerKv& kv, int row) const {
-    return queries_ + (std::int64_t{kv.slots[row]} * kv.shape->layers + kv.layer) * layer_;
+  // Where the sums of a row's queries at `count` text positions from `from` on lie: [KV head, i, head_dim].
+  kvlab::Scores places(const kvlab::LayerKv& kv, int row, int from, int count) const {
+    const std::int64_t dim = kv.pages.head_dim,
+                       of_row = (std::int64_t{kv.slots[row]} * kv.shape->layers + kv.layer) * layer_;
+    return {queries_ + of_row + from % window_ * dim, {kv.kv_heads(), count, dim}, {window_ * dim, dim, 1}};
   }
 
-  // Takes n queries of text positions from `from` on: [query head, i, head_dim]. Logits of a group add up, and so do
-  // its queries.
-  void note(const kvlab::LayerKv& kv, int row, kvlab::View<const float, 3> queries, int from, int n,
-            kvlab::Stream s) const {
-    const std::int64_t dim = kv.pages.head_dim, group = kv.shape->group();
-    for (int done = 0, count = 0; done < n; done += count) {
-      const int at = (from + done) % window_;
-      count = std::min(n - done, window_ - at);
-      const kvlab::Scores to{newest(kv, row) + at * dim, {kv.kv_heads(), count, dim}, {window_ * dim, dim, 1}};
-      kvlab::View<const float, 3> head{queries.data + done * queries.stride[1],
-                                       {kv.kv_heads(), count, dim},
-                                       {group * queries.stride[0], queries.stride[1], 1}};
-      kvlab::ops::copy(to, head, s);
-      for (int g = 1; g < group; ++g) {
-        head.data += queries.stride[0];
-        kvlab::ops::add(to, head, 1, s);
-      }
+  // out = the sum over a group's members, of which `first` views the first ones.
+  static void add_up(const kvlab::LayerKv& kv, kvlab::View<const float, 3> first, std::int64_t to_next,
+                     const kvlab::Scores& out, kvlab::Stream s) {
+    kvlab::ops::copy(out, first, s);
+    for (int g = 1; g < kv.shape->group(); ++g) {
+      first.data += to_next;
+      kvlab::ops::add(out, first, 1, s);
     }
   }
 
   int window_, every_;
-  kvlab::GroupRule fusion_;
-  std::int64_t layer_ = 0;  // numbers of a layer's queries
-  float* queries_ = nullptr;
+  kvlab::ShareRule fusion_;
+  std::int64_t layer_ = 0;    // numbers of a layer's queries
+  float* queries_ = nullptr;  // [slot, layer, KV head, text position % window, head_dim] the last queries of each text
 };
 
 }  // namespace
