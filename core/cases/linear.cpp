@@ -28,6 +28,7 @@ struct Product {
   Way way = Way::usual;
   bool gaps = false;         // between rows of x and y
   bool one_in_row = false;   // W[n, picked(n)] = 1 is all that a row of W has, so y[m, n] = x[m, picked(n)]
+  bool sliced = false;       // W's rows lie in those of a wider matrix; not on the CPU
   std::int64_t row_tag = 0;  // then x encodes its column, or its row and the column's block of 8 if this is not 0
 
   std::int64_t outputs() const { return gated ? n / 2 : n; }
@@ -40,13 +41,14 @@ struct Product {
     if (device == Device::cuda) return p;
     if (p.dtype == DType::f16) p.dtype = DType::f32;
     p.f32_x = true;
-    p.bias = p.add = p.gated = false;
+    p.bias = p.add = p.gated = p.sliced = false;
     return p;
   }
   std::string text() const {
     return fmt::format("m={} n={} k={} {}{}{}{}{}{}{}", m, n, k, name_of(dtype), f32_x ? ", f32 x" : "",
                        bias ? ", bias" : "", add ? ", add" : "", gated ? ", gated" : "", gaps ? ", gaps" : "",
-                       row_tag ? ", row tags" : "");
+                       row_tag ? ", row tags" : "") +
+           (sliced ? ", sliced" : "");
   }
 };
 
@@ -89,6 +91,18 @@ struct Weights {
     return ops::Linear::pack(of.n, of.k, of.dtype, [this](std::int64_t begin, std::int64_t count, float* out) {
       for (std::int64_t i = 0; i < count; ++i) row(begin + i, out + i * of.k);
     });
+  }
+  // Elements from row to row of a sliced matrix, which begins at its column 8.
+  std::int64_t sliced_stride() const { return of.k + 24; }
+  const std::uint16_t* put_sliced(Place& place) const {
+    std::vector<std::uint16_t> all(static_cast<std::size_t>(of.n * sliced_stride()), to_16(nan_value, of.dtype));
+    std::vector<float> wide(static_cast<std::size_t>(of.k));
+    for (std::int64_t o = 0; o < of.n; ++o) {
+      row(o, wide.data());
+      for (std::int64_t i = 0; i < of.k; ++i)
+        all[static_cast<std::size_t>(o * sliced_stride() + 8 + i)] = to_16(wide[static_cast<std::size_t>(i)], of.dtype);
+    }
+    return place.put(all) + 8;
   }
   // Puts copies one after the other.
   const std::uint16_t* put(Place& place, int copies) const {
@@ -276,6 +290,8 @@ class ProductScene final : public Scene {
       a.y = place.put(before_), a.y_stride = stride;
     if (!cuda)
       for (int c = 0; c < copies; ++c) linears_.push_back(weights_.pack());
+    else if (of_.sliced)
+      matrices_ = weights_.put_sliced(place), a.weight_stride = weights_.sliced_stride();
     else
       matrices_ = weights_.put(place, copies);
     place.synchronize();
@@ -509,6 +525,14 @@ Products many_rows() {
   return varied(all);
 }
 
+Products slices() {
+  Products all;
+  for (const std::int64_t m : {1, 16, 17, 40, 300})
+    for (const std::int64_t k : {8, 64, 136})
+      if (!quick() || m * k < 3000) all.push_back({.m = m, .n = 150, .k = k, .sliced = true});
+  return varied(all);
+}
+
 Products odd_shapes() {
   Products all;
   for (const DType dtype : {DType::f32, DType::bf16}) {
@@ -592,6 +616,7 @@ std::vector<Case> list() {
   v.push_back(sweep("gemm", "17 rows and more, and one through cuBLASLt", many_rows, 200));
   v.push_back(sweep("gemm", "rows whose size is no multiple of 8", odd_shapes, 1));
   v.back().cuda = false;  // wants rows of 8 elements
+  only_cuda(sweep("gemm", "weights within a wider matrix", slices, 700));
   only_cuda(sweep("gemv", "the streaming kernel above 16 rows", streamed, 300));
   only_cuda(sweep("gemv", "gates", gates, 100));
   only_cuda(checked("gemv", "norms that are left and taken", check_norms));

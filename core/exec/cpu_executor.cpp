@@ -73,10 +73,17 @@ void CpuExecutor::project_block(const ModelLayer& l, const float* x, std::int64_
   }
 }
 
-void CpuExecutor::project_output(int layer, const float* x, std::int64_t rows, float* y) const {
+void CpuExecutor::project_output(int layer, int head, const float* x, std::int64_t rows, float* y) const {
   const PartTimer timer(Part::gemm);
   const ops::Linear& output = model_->layers[static_cast<std::size_t>(layer)].output;
-  output.apply(x, output.k(), y, output.n(), rows);
+  const std::int64_t dim = model_->config.head_dim, most = 256;                          // rows together
+  std::vector<float> wide(static_cast<std::size_t>(std::min(rows, most) * output.k()));  // zeros but for the head
+  for (std::int64_t at = 0; at < rows; at += most) {
+    const std::int64_t count = std::min(most, rows - at);
+    for (std::int64_t r = 0; r < count; ++r)
+      std::copy_n(x + (at + r) * dim, dim, wide.data() + r * output.k() + head * dim);
+    output.apply(wide.data(), output.k(), y + at * output.n(), output.n(), count);
+  }
 }
 
 // x += output projection of attention, then x += MLP(x).

@@ -438,10 +438,13 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2>
   return DType::f32;
 }
 
-void CudaExecutor::project_output(int layer, const float* x, std::int64_t rows, float* y) const {
+void CudaExecutor::project_output(int layer, int head, const float* x, std::int64_t rows, float* y) const {
   const PartTimer timer(Part::gemm);
   const CudaMatrix& output = weights_.layers[static_cast<std::size_t>(layer)].output;
-  ops::linear(product(output, x, DType::f32, rows, {}, y, output.n), stream_);
+  ops::LinearArgs a = product(output, x, DType::f32, rows, {}, y, output.n);
+  a.k = a.x_stride = model_->config.head_dim, a.weight_stride = output.k;
+  a.weight = output.memory.as<std::byte>() + head * a.k * static_cast<std::int64_t>(size_of(weights_.dtype));
+  ops::linear(a, stream_);
 }
 
 void CudaExecutor::finish_layer(int layer, std::int64_t rows) {

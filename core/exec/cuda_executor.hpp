@@ -23,7 +23,7 @@ class CudaExecutor final : public Executor {
   CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store, bool batch_invariant = false);
   static void check(const Model& model);  // throws the same for all but the weights
 
-  void project_output(int layer, const float* x, std::int64_t rows, float* y) const override;
+  void project_output(int layer, int head, const float* x, std::int64_t rows, float* y) const override;
   std::int64_t replays() const override { return replayed_; }
   double device_ms() const override { return watch_.ms(); }
 

@@ -98,9 +98,9 @@ class Executor {
   Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
              const StepResult& out);
 
-  // y [rows, hidden] = x [rows, heads * head_dim] times the layer's output projection, without its bias. Both are dense
-  // f32 memory of the device. Hooks may call it. A GPU rounds x to the weights' type.
-  virtual void project_output(int layer, const float* x, std::int64_t rows, float* y) const = 0;
+  // y [rows, hidden] = x [rows, head_dim] times a query head's part of the layer's output projection, without its bias.
+  // Both are dense f32 memory of the device. Hooks may call it. A GPU rounds x to the weights' type.
+  virtual void project_output(int layer, int head, const float* x, std::int64_t rows, float* y) const = 0;
 
   // The rows of the latest call (a prompt is row 0) whose logits, queries, cache entries or attention mass were NaN or
   // infinite, ascending. Only the CPU checks mass: on a GPU its NaN comes with those of the output. A decode step whose

@@ -371,6 +371,8 @@ void linear_stream_cuda(const LinearArgs& in, Stream s) {
     throw Error(Errc::internal,
                 "got " + std::to_string(in.m) + " rows, wanted at most " + std::to_string(linear_stream_most),
                 "op linear (CUDA)");
+  if (in.weight_stride)
+    throw Error(Errc::unsupported, "got rows of weights with gaps, wanted none", "op linear (CUDA)");
   const bool half = in.dtype == DType::f16, gated = in.gated != nullptr;
   Args a = {};
   a.m = static_cast<int>(in.m);

@@ -72,8 +72,9 @@ struct NormTaken {
 // depends on n and k only: the number and values of other rows change no bit of a row's result. cuBLASLt multiplies
 // more rows.
 struct LinearArgs {
-  const void* weight = nullptr;  // [n, k] dense, 16-byte aligned; k a multiple of 8
-  DType dtype = DType::bf16;     // of the weight: bf16 or f16
+  const void* weight = nullptr;    // [n, k], 16-byte aligned; k a multiple of 8
+  std::int64_t weight_stride = 0;  // elements from row to row, a multiple of 8; 0 = k. Else cuBLASLt multiplies any m
+  DType dtype = DType::bf16;       // of the weight: bf16 or f16
   std::int64_t n = 0, k = 0;
   const void* x = nullptr;  // [m, x_stride] f32 or dtype, 16-byte aligned; linear rounds f32 to dtype first
   DType x_dtype = DType::f32;

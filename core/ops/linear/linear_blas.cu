@@ -72,11 +72,11 @@ Library load() {
 // One product as cuBLASLt sees it, by columns: y^T [n, m] = W x^T. Read by columns, W's memory holds W^T.
 struct Product {
   cudaDataType type, out_type;
-  std::int64_t m, n, k, x_stride, y_stride;
+  std::int64_t m, n, k, w_stride, x_stride, y_stride;
   bool add;
   unsigned alignment;  // bytes, of x and y
   int device;
-  auto key() const { return std::tie(type, out_type, m, n, k, x_stride, y_stride, add, alignment, device); }
+  auto key() const { return std::tie(type, out_type, m, n, k, w_stride, x_stride, y_stride, add, alignment, device); }
   bool operator<(const Product& o) const { return key() < o.key(); }
 };
 
@@ -113,7 +113,8 @@ const Plan& plan_of(Library& l, const Product& p) {
   static std::map<Product, Plan> plans;  // one per shape: a few per model and batch size
   if (const auto found = plans.find(p); found != plans.end()) return found->second;
   Plan plan;
-  check(l.new_layout(&plan.w, p.type, static_cast<std::uint64_t>(p.k), static_cast<std::uint64_t>(p.n), p.k), "layout");
+  check(l.new_layout(&plan.w, p.type, static_cast<std::uint64_t>(p.k), static_cast<std::uint64_t>(p.n), p.w_stride),
+        "layout");
   check(l.new_layout(&plan.x, p.type, static_cast<std::uint64_t>(p.k), static_cast<std::uint64_t>(p.m), p.x_stride),
         "layout");
   check(l.new_layout(&plan.y, p.out_type, static_cast<std::uint64_t>(p.n), static_cast<std::uint64_t>(p.m), p.y_stride),
@@ -152,7 +153,8 @@ void multiply(const LinearArgs& a, void* y, DType y_dtype, std::int64_t y_stride
   Product p;
   p.type = a.dtype == DType::f16 ? CUDA_R_16F : CUDA_R_16BF;
   p.out_type = y_dtype == DType::f32 ? CUDA_R_32F : p.type;
-  p.m = a.m, p.n = a.n, p.k = a.k, p.x_stride = a.x_stride, p.y_stride = y_stride;
+  p.m = a.m, p.n = a.n, p.k = a.k, p.w_stride = a.weight_stride ? a.weight_stride : a.k;
+  p.x_stride = a.x_stride, p.y_stride = y_stride;
   p.add = add;
   const std::uintptr_t bits = reinterpret_cast<std::uintptr_t>(a.x) | reinterpret_cast<std::uintptr_t>(y) | 256;
   p.alignment = static_cast<unsigned>(bits & (~bits + 1));

@@ -22,6 +22,9 @@ void check(const LinearArgs& a) {
   if (a.n < 1 || a.k < 8 || a.k % 8 || a.x_stride < a.k || a.x_stride % 8 || a.n > 0x7fffff00 || a.k > 0x7fffff00)
     refuse("got a " + std::to_string(a.n) + " x " + std::to_string(a.k) + " matrix and rows " +
            std::to_string(a.x_stride) + " apart, wanted multiples of 8 for the columns and the distance");
+  if (a.weight_stride && (a.weight_stride < a.k || a.weight_stride % 8 || a.left.weight || a.taken.squares))
+    refuse("got a matrix of " + std::to_string(a.k) + " columns with rows " + std::to_string(a.weight_stride) +
+           " apart, wanted a multiple of 8 of at least the columns, and no norm");
   if (!aligned(a.weight) || !aligned(a.x)) refuse("got weights or activations off a multiple of 16 bytes");
   if (gated ? a.n % 2 || a.gated_stride < a.n / 2 || a.bias || a.y || a.add : !a.y || a.y_stride < a.n)
     refuse("got outputs that are neither y [m, " + std::to_string(a.n) + "] nor the gated half of it alone");
@@ -62,7 +65,7 @@ static void linear_cuda(const LinearArgs& in, Stream s) {
       rms_norm_cuda(round, s);
       a.x = round.out, a.x_dtype = a.dtype, a.x_stride = a.k;
     }
-    in.m <= linear_stream_rows ? linear_stream_cuda(a, s) : linear_blas_cuda(a, s);
+    in.m <= linear_stream_rows && !in.weight_stride ? linear_stream_cuda(a, s) : linear_blas_cuda(a, s);
   }
 }
 KVLAB_ON_CUDA(linear, linear_cuda);

@@ -12,11 +12,12 @@ namespace {
 template <class T, class Y>
 void multiply(const LinearArgs& a, Y* y, std::int64_t y_stride) {
   const T *weight = static_cast<const T*>(a.weight), *x = static_cast<const T*>(a.x);
+  const std::int64_t weight_stride = a.weight_stride ? a.weight_stride : a.k;
   for (std::int64_t row = 0; row < a.m; ++row)
     for (std::int64_t output = 0; output < a.n; ++output) {
       float sum = 0;
       for (std::int64_t i = 0; i < a.k; ++i)
-        sum += static_cast<float>(weight[output * a.k + i]) * static_cast<float>(x[row * a.x_stride + i]);
+        sum += static_cast<float>(weight[output * weight_stride + i]) * static_cast<float>(x[row * a.x_stride + i]);
       Y& to = y[row * y_stride + output];
       to = a.add ? Y(static_cast<float>(to) + sum) : Y(sum);
     }

@@ -393,19 +393,22 @@ TEST_CASE("projected norms are those of the output projection's columns, in prom
   };
   const auto policy = std::make_shared<Asks>();
   EngineOptions o = options(2);
-  o.max_tokens = 320;
-  Engine engine(tiny(), policy, o);
-  std::vector<int> prompt(300);  // more than one product takes
-  for (int i = 0; i < 300; ++i) prompt[static_cast<std::size_t>(i)] = 3 + i % 60;
+  o.max_tokens = 2100;
+  const auto model = std::const_pointer_cast<Model>(
+      load_model(*open_checkpoint(test::golden("tiny/llama-gqa3")), DType::f32, "tiny of a longer context"));
+  model->config.context = o.max_tokens;
+  Engine engine(model, policy, o);
+  std::vector<int> prompt(2060);  // more than one product takes
+  for (int i = 0; i < 2060; ++i) prompt[static_cast<std::size_t>(i)] = 3 + i % 60;
   REQUIRE(engine.open() == 0);
   REQUIRE(engine.open() == 1);
   REQUIRE(engine.prefill(0, prompt, true, {}) == Fit::ok);
   REQUIRE(engine.prefill(1, std::span(prompt).first(7), true, {}) == Fit::ok);
   const int heads = tiny()->config.layers * tiny()->config.kv_heads;
-  CHECK(policy->seen == heads * 307);
+  CHECK(policy->seen == heads * 2067);
   const std::vector<int> tokens{5, 6};
   REQUIRE(engine.step({1, 0}, tokens, StepResult{}) == Fit::ok);
-  CHECK(policy->seen == heads * (307 + 309));
+  CHECK(policy->seen == heads * (2067 + 2069));
 }
 
 TEST_CASE("a callback that did not ask for projected norms gets none") {
