@@ -151,6 +151,10 @@ class Subjects {
     return created;
   }
 
+  // Whether the scorer of one spec may have the split of another.
+  bool go_together(const PolicySpec& scored, const PolicySpec& divided) {
+    return !scorer(scored)->needs().uniform_heads() || split(divided)->uniform_heads();
+  }
   // Whether core runs it with placement on the host. An oracle reads all pages in each step.
   bool on_either_tier(PolicySpec spec) {
     spec.placement = {};
@@ -212,7 +216,7 @@ class Subjects {
     fill(s.spec);
     if (reads<Policy>(s.spec.policy) || reads<Scorer>(s.spec.scorer) || reads<Selector>(s.spec.selector))
       s.spec.profile = "of all profilers";
-    if (s.spec.scorer && s.spec.split && scorer(s.spec)->needs().uniform_heads() && !split(s.spec)->uniform_heads()) {
+    if (s.spec.scorer && s.spec.split && !go_together(s.spec, s.spec)) {
       skipped_.push_back(label + ": the scorer needs heads that hold the same tokens");
       return;
     }
