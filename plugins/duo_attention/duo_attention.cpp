@@ -2,8 +2,7 @@
 // each KV head, from a profile, says which is which. Xiao et al., ICLR 2025.
 #include <kvlab/plugin.hpp>
 #include <kvlab/statistics.hpp>
-
-#include <limits>
+#include <kvlab/streaming_heads.hpp>
 
 namespace {
 
@@ -20,39 +19,26 @@ class DuoAttention final : public kvlab::Policy {
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
     if (!reads_gates_) gates_.assign(static_cast<std::size_t>(shape.layers * shape.kv_heads), 0);
-    std::vector<std::int32_t> keep;
-    for (const bool retrieval : kvlab::retrieval_heads(gates_, sparsity_, shape))
-      keep.push_back(retrieval ? std::numeric_limits<std::int32_t>::max() : pins_.first + pins_.last);
-    keep_ = kvlab::HeadConstants<std::int32_t>("tokens to keep", shape, keep, w);
-    const std::vector<kvlab::Pins> pins(static_cast<std::size_t>(shape.max_slots), pins_);
-    pins_of_rows_ = static_cast<const kvlab::Pins*>(w.constant("pins", pins.data(), pins.size() * sizeof(pins[0])));
+    streaming_ = kvlab::StreamingHeads(shape, kvlab::retrieval_heads(gates_, sparsity_, shape), pins_, w);
   }
 
-  // The mean over the heads.
   kvlab::Demand demand(int prompt, int max_new) const override {
-    const auto held = [this](int n) {
-      const int streaming = std::min(n, pins_.first + pins_.last);
-      return static_cast<std::int64_t>((1 - sparsity_) * n + sparsity_ * streaming + 1);
-    };
-    return {.device_prefill = held(prompt), .device_decode = held(prompt + max_new)};
+    return kvlab::StreamingHeads::demand(pins_, sparsity_, prompt, max_new);
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream) override {
-    if (kv.last[0]) evict(kv, edits);
+    if (kv.last[0]) edits.evict_surplus(streaming_.surplus(kv));
   }
-  void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream) override { evict(step, edits); }
+  void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream) override {
+    edits.evict_surplus(streaming_.surplus(step));
+  }
 
  private:
-  void evict(const kvlab::LayerKv& kv, kvlab::Edits& edits) const {
-    edits.evict_surplus({.keep = {keep_.of(kv), {kv.rows(), kv.kv_heads()}, {0, 1}}, .pins = pins_of_rows_});
-  }
-
   kvlab::Pins pins_;
   double sparsity_;
   bool reads_gates_;
   std::vector<float> gates_;  // [layer, kv_head]
-  kvlab::HeadConstants<std::int32_t> keep_;
-  const kvlab::Pins* pins_of_rows_ = nullptr;
+  kvlab::StreamingHeads streaming_;
 };
 
 }  // namespace

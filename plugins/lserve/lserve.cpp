@@ -2,9 +2,9 @@
 // pages that they attend to serves several steps. Yang et al., MLSys 2025.
 #include <kvlab/plugin.hpp>
 #include <kvlab/statistics.hpp>
+#include <kvlab/streaming_heads.hpp>
 
 #include <algorithm>
-#include <limits>
 #include <string>
 #include <vector>
 
@@ -40,37 +40,30 @@ class LServe final : public kvlab::Policy {
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
     refuse_what_is_not_there(shape.page_size);
     if (!reads_gates_) gates_.assign(static_cast<std::size_t>(shape.layers * shape.kv_heads), 0);
-    std::vector<std::int32_t> keep, pages;
+    std::vector<std::int32_t> pages;
     std::vector<std::uint8_t> streaming;
     // A page is spared for one that opens before the next choice.
     const int chosen = tokens_ / shape.page_size - (period_ > 1);
-    for (const bool retrieval : kvlab::retrieval_heads(gates_, sparsity_, shape)) {
-      keep.push_back(retrieval ? std::numeric_limits<std::int32_t>::max() : pins_.first + pins_.last);
+    const std::vector<bool> marks = kvlab::retrieval_heads(gates_, sparsity_, shape);
+    for (const bool retrieval : marks) {
       pages.push_back(retrieval ? chosen : shape.max_pages());
       streaming.push_back(!retrieval);
     }
-    keep_ = kvlab::HeadConstants<std::int32_t>("tokens to keep", shape, keep, w);
+    held_ = kvlab::StreamingHeads(shape, marks, pins_, w);
     pages_ = kvlab::HeadConstants<std::int32_t>("pages to read", shape, pages, w);
     streaming_ = kvlab::HeadClass("streaming heads", shape, streaming, w);
     chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
-    const std::vector<kvlab::Pins> pins(static_cast<std::size_t>(shape.max_slots), pins_);
-    pins_of_rows_ = static_cast<const kvlab::Pins*>(w.constant("pins", pins.data(), pins.size() * sizeof(pins[0])));
   }
 
-  // The mean over the heads.
   kvlab::Demand demand(int prompt, int max_new) const override {
-    const auto held = [this](int n) {
-      const int streaming = std::min(n, pins_.first + pins_.last);
-      return static_cast<std::int64_t>((1 - sparsity_) * n + sparsity_ * streaming + 1);
-    };
-    return {.device_prefill = held(prompt), .device_decode = held(prompt + max_new)};
+    return kvlab::StreamingHeads::demand(pins_, sparsity_, prompt, max_new);
   }
 
   // A step that does not choose reads what the end of the last prompt chose.
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     if (!kv.last[0]) return;
     choose(kv, kv.last_queries(), {}, s);
-    evict(kv, edits);
+    edits.evict_surplus(held_.surplus(kv));
   }
 
   // Streaming heads list all pages in each step. A page that was opened after the choice holds the newest token.
@@ -79,7 +72,9 @@ class LServe final : public kvlab::Policy {
     edits.attend(chosen_.of(step), {.last = 1});
   }
 
-  void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream) override { evict(step, edits); }
+  void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream) override {
+    edits.evict_surplus(held_.surplus(step));
+  }
 
  private:
   void refuse_what_is_not_there(int page_size) const {
@@ -102,20 +97,16 @@ class LServe final : public kvlab::Policy {
     kvlab::ops::choose_pages(kv, queries, choice_.among(heads), counts, chosen_.of(kv), s);
   }
 
-  void evict(const kvlab::LayerKv& kv, kvlab::Edits& edits) const {
-    edits.evict_surplus({.keep = {keep_.of(kv), {kv.rows(), kv.kv_heads()}, {0, 1}}, .pins = pins_of_rows_});
-  }
-
   kvlab::Pins pins_;  // of streaming heads
   double sparsity_;
   bool reads_gates_;
   int tokens_, period_, logical_page_;
   kvlab::PageChoice choice_;
   std::vector<float> gates_;  // [layer, kv_head]
-  kvlab::HeadConstants<std::int32_t> keep_, pages_;
+  kvlab::StreamingHeads held_;
+  kvlab::HeadConstants<std::int32_t> pages_;
   kvlab::HeadClass streaming_;
   kvlab::KeptPages chosen_;
-  const kvlab::Pins* pins_of_rows_ = nullptr;
 };
 
 }  // namespace

@@ -2,8 +2,7 @@
 // The others keep attention sinks, a local window and a compensation token: the mean key and value of all that the head
 // dropped. It counts as so many tokens. Tang et al., ICLR 2025.
 #include <kvlab/plugin.hpp>
-
-#include <limits>
+#include <kvlab/streaming_heads.hpp>
 
 #include "retrieval_heads.hpp"
 
@@ -39,11 +38,7 @@ class RazorAttention final : public kvlab::Policy {
       razor_attention::mark(razor_attention::of_heads(echo_scores_, heads, "echo"), echo_, marks_);
     }
     if (share_ > 0) return;
-    std::vector<std::int32_t> keep;
-    for (const bool all : marks_) keep.push_back(all ? everything : sinks_ + window_);
-    keep_ = kvlab::HeadConstants<std::int32_t>("tokens to keep", shape, keep, w);
-    const std::vector<kvlab::Pins> pins(static_cast<std::size_t>(shape.max_slots), {.first = sinks_});
-    pins_ = static_cast<const kvlab::Pins*>(w.constant("pins", pins.data(), pins.size() * sizeof(pins[0])));
+    streaming_ = kvlab::StreamingHeads(shape, marks_, {.first = sinks_, .last = window_}, w);
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
@@ -57,22 +52,17 @@ class RazorAttention final : public kvlab::Policy {
   }
 
  private:
-  static constexpr std::int32_t everything = std::numeric_limits<std::int32_t>::max();
-
   void evict(const kvlab::LayerKv& kv, kvlab::Edits& edits, kvlab::Stream s) const {
-    const kvlab::Surplus surplus = share_ == 0 ? fixed(kv) : growing(kv);
+    const kvlab::Surplus surplus = share_ == 0 ? streaming_.surplus(kv) : growing(kv);
     if (compensation_) kvlab::ops::fold_surplus(kv.pages, surplus, 0, made_up_.of(kv), s);
     edits.evict_surplus(surplus);
-  }
-  kvlab::Surplus fixed(const kvlab::LayerKv& kv) const {
-    return {.keep = {keep_.of(kv), {kv.rows(), kv.kv_heads()}, {0, 1}}, .pins = pins_};
   }
   kvlab::Surplus growing(const kvlab::LayerKv& kv) const {
     std::vector<std::int32_t> keep;
     const auto first = marks_.begin() + std::ptrdiff_t{kv.layer} * kv.kv_heads();
     for (int row = 0; row < kv.rows(); ++row)
       for (int head = 0; head < kv.kv_heads(); ++head)
-        keep.push_back(first[head] ? everything
+        keep.push_back(first[head] ? kvlab::StreamingHeads::everything
                                    : sinks_ + std::max(window_, static_cast<int>(share_ * kv.position[row])));
     const std::vector<kvlab::Pins> pins(static_cast<std::size_t>(kv.rows()), {.first = sinks_});
     return {.keep = kv.upload_heads("tokens to keep", keep.data()), .pins = kv.upload("pins", pins.data())};
@@ -83,8 +73,7 @@ class RazorAttention final : public kvlab::Policy {
   bool decodes_, retrieval_heads_, compensation_;
   std::vector<float> echo_scores_, induction_scores_;  // [layer, kv_head], like marks_
   std::vector<bool> marks_;                            // of retrieval heads
-  kvlab::HeadConstants<std::int32_t> keep_;
-  const kvlab::Pins* pins_ = nullptr;
+  kvlab::StreamingHeads streaming_;
   kvlab::KeptMadeUp made_up_;  // one for each KV head
 };
 
