@@ -13,6 +13,8 @@ namespace {
 
 using namespace votes;
 
+constexpr int launch_queries = 64;  // of a launch, at most: more leave room for one block of a multiprocessor
+
 struct Shares {
   Args a;  // its window is all queries of the call
   ShareRule rule;
@@ -245,7 +247,7 @@ void query_shares_cuda(const Tensor<4>& tensor, const PagedKv& kv, const QuerySh
   Shares x = {arguments(kv, queries, out, {}), how.rule, how.temperature, how.noise, nullptr, 0, 0};
   Args& a = x.a;
   a.seen = how.seen, a.each = how.alike, a.placed = how.noise != nullptr, a.of_slots = how.of_slots, a.skips = true;
-  int most = most_queries;  // of a launch
+  int most = launch_queries;
   while (most > 0 && tile_bytes(kv.head_dim, most) > shared_bytes() - 4096) most -= 4;
   const std::int64_t heads = queries.extent[1], kv_heads = kv.kv_heads;
   if (!fits_tiles(kv) || most == 0 || a.window == 0 || queries_of_pass(a.group, most) == 0) {
