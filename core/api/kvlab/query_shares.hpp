@@ -33,7 +33,7 @@ namespace ops {
 
 // out[row, kv_head, token] from softmax_j((q . k_j / sqrt(D) + noise) / temperature) of every query, over the cached
 // tokens that it sees. It gives the others 0. queries: [row, query head, w, head_dim], f32, contiguous along head_dim.
-// Bytes: the layer's keys, twice for each 128 queries of a query head.
+// Bytes: the layer's keys, twice for each 64 queries of a query head.
 void query_shares(const Tensor<4>& queries, const PagedKv& kv, const QueryShares& how, Scores out, Stream s);
 
 }  // namespace ops
