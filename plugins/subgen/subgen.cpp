@@ -3,8 +3,9 @@
 #include <kvlab/plugin.hpp>
 #include <kvlab/random.hpp>
 #include <kvlab/sketch.hpp>
+#include <kvlab/streaming_heads.hpp>
 
-#include <algorithm>
+#include <vector>
 
 namespace {
 
@@ -12,8 +13,7 @@ class SubGen final : public kvlab::Policy {
  public:
   explicit SubGen(const kvlab::Params& p)
       : rule_{p.get<float>("radius"), p.get<int>("clusters"), p.get<int>("samples"), p.get<int>("values")},
-        sinks_(p.get<int>("sinks")),
-        window_(p.get<int>("window")),
+        pins_{.first = p.get<int>("sinks"), .last = p.get<int>("window")},
         seed_(p.get<std::uint64_t>("seed")),
         sketches_(p.get<bool>("sketch")) {}
 
@@ -22,15 +22,11 @@ class SubGen final : public kvlab::Policy {
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
     if (sketches_) kept_ = kvlab::KeptSketch("sketches", shape, rule_, w);
     const auto heads = static_cast<std::size_t>(shape.layers) * static_cast<std::size_t>(shape.kv_heads);
-    keep_ = kvlab::HeadConstants<std::int32_t>("tokens to keep", shape,
-                                               std::vector<std::int32_t>(heads, sinks_ + window_), w);
-    const std::vector<kvlab::Pins> pins(static_cast<std::size_t>(shape.max_slots), {.first = sinks_});
-    pins_ = static_cast<const kvlab::Pins*>(w.constant("pins", pins.data(), pins.size() * sizeof(pins[0])));
+    heads_ = kvlab::StreamingHeads(shape, std::vector<bool>(heads, false), pins_, w);
   }
 
   kvlab::Demand demand(int prompt, int max_new) const override {
-    const auto held = [this](int n) { return std::int64_t{std::min(n, sinks_ + window_)} + 1; };
-    return {.device_prefill = held(prompt), .device_decode = held(prompt + max_new)};
+    return kvlab::StreamingHeads::demand(pins_, 1, prompt, max_new);
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
@@ -49,18 +45,17 @@ class SubGen final : public kvlab::Policy {
  private:
   // keys: null = those of the prompt's end.
   void evict(const kvlab::LayerKv& kv, const std::uint64_t* keys, kvlab::Edits& edits, kvlab::Stream s) const {
-    const kvlab::Surplus surplus{.keep = {keep_.of(kv), {kv.rows(), kv.kv_heads()}, {0, 1}}, .pins = pins_};
+    const kvlab::Surplus surplus = heads_.surplus(kv);
     if (sketches_) kvlab::ops::sketch_surplus(kv.pages, surplus, rule_, keys, kept_.of(kv), s);
     edits.evict_surplus(surplus);
   }
 
   kvlab::SketchRule rule_;
-  int sinks_, window_;
+  kvlab::Pins pins_;
   std::uint64_t seed_;
   bool sketches_;
   kvlab::KeptSketch kept_;
-  kvlab::HeadConstants<std::int32_t> keep_;
-  const kvlab::Pins* pins_ = nullptr;
+  kvlab::StreamingHeads heads_;
 };
 
 }  // namespace

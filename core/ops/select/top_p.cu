@@ -4,6 +4,7 @@
 #include <string>
 
 #include "base/device_op.hpp"
+#include "base/scratch.cuh"
 #include "ops/page/paged.cuh"
 #include "ops/select/pins.cuh"
 #include "ops/select/share.cuh"
@@ -31,6 +32,11 @@ struct Args {
     return marks + (std::int64_t(row) * kv.kv_heads + head) * words;
   }
 };
+
+__global__ void __launch_bounds__(threads) clear_marks_kernel(const __grid_constant__ Args a) {
+  unsigned* marks = a.marks_of(blockIdx.y, blockIdx.x);
+  for (int i = threadIdx.x; i < a.words; i += threads) marks[i] = 0;
+}
 
 // One block serves a query head. Its KV head's other query heads set bits of the same words.
 __global__ void __launch_bounds__(threads) mark_top_p_kernel(const __grid_constant__ Args a) {
@@ -94,13 +100,13 @@ __global__ void __launch_bounds__(threads) list_top_p_kernel(const __grid_consta
 void top_p_tokens_cuda(const PagedKv& kv, View<const float, 3> weights, float p, Pins pins, TokenList list, Stream s) {
   if (kv.rows == 0) return;
   const std::int64_t most = std::min(kv.table.extent[2] * kv.page_size, weights.extent[2]);
-  const std::int64_t words = (most + 31) / 32, marks = words * kv.kv_heads * kv.rows * 4;
+  const std::int64_t words = (most + 31) / 32, marks = words * kv.kv_heads * kv.rows;
   const std::int64_t room = shared_bytes() - static_cast<std::int64_t>(sizeof(SelectShared)) - 1024;
   if (words * 4 > room)
     throw Error(Errc::unsupported,
                 "got rows of up to " + std::to_string(most) + " weights, wanted at most " + std::to_string(room * 8),
                 "op top_p_tokens");
-  auto* there = static_cast<unsigned*>(fixed_scratch(s.handle(), "top p marks", static_cast<std::size_t>(marks)));
+  auto* there = static_cast<unsigned*>(fixed_scratch(s.handle(), "top p marks", static_cast<std::size_t>(marks) * 4));
   const Args a{DeviceKv(kv),
                weights,
                list,
@@ -111,19 +117,17 @@ void top_p_tokens_cuda(const PagedKv& kv, View<const float, 3> weights, float p,
                static_cast<int>(words),
                most * 4 <= room,
                there};
-  const auto grant = [&](const void* kernel) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)),
-          "top_p_tokens");
-  };
-  grant(reinterpret_cast<const void*>(mark_top_p_kernel));
-  grant(reinterpret_cast<const void*>(list_top_p_kernel));
+  const auto held = static_cast<int>(room);
+  check(cudaFuncSetAttribute(mark_top_p_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, held), "top_p_tokens");
+  check(cudaFuncSetAttribute(list_top_p_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, held), "top_p_tokens");
   const auto rows = static_cast<unsigned>(kv.rows);
-  check(cudaMemsetAsync(there, 0, static_cast<std::size_t>(marks), stream_of(s)), "top_p_tokens");
+  const dim3 heads(static_cast<unsigned>(kv.kv_heads), rows);
+  clear_marks_kernel<<<heads, threads, 0, stream_of(s)>>>(a);
+  check_launch("top_p_tokens");
   mark_top_p_kernel<<<dim3(static_cast<unsigned>(weights.extent[1]), rows), threads,
                       a.held ? static_cast<unsigned>(most * 4) : 0, stream_of(s)>>>(a);
   check_launch("top_p_tokens");
-  list_top_p_kernel<<<dim3(static_cast<unsigned>(kv.kv_heads), rows), threads, static_cast<unsigned>(words * 4),
-                      stream_of(s)>>>(a);
+  list_top_p_kernel<<<heads, threads, static_cast<unsigned>(words * 4), stream_of(s)>>>(a);
   check_launch("top_p_tokens");
 }
 

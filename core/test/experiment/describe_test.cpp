@@ -93,6 +93,9 @@ TEST_CASE("describe shows what a method needs") {
              Catch::Contains("beside the rest of the step") && Catch::Contains("counted on the device"));
   CHECK_THAT(describe_text(registry, "h2o"),
              Catch::Contains("token state     score") && Catch::Contains("a GPU may replay decode steps as a graph"));
+  CHECK_THAT(describe_text(registry, "criticalkv"), Catch::Contains("the output projection"));
+  CHECK_THAT(describe_text(registry, "fastgen"), Catch::Contains("which are special or punctuation"));
+  CHECK_THAT(describe_text(registry, "squeezed_attention"), Catch::Contains("once all layers have ended"));
   CHECK_THAT(describe_text(registry, "adakv"), !Catch::Contains("needs\n"));
 }
 
