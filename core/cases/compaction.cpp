@@ -2,6 +2,7 @@
 // plan it, or the CPU's threads (Needs::planned_on_host).
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <random>
 
 #include "base/device_op.hpp"

@@ -4,6 +4,7 @@
 #include <unistd.h>
 #include <kvlab/error.hpp>
 
+#include <algorithm>
 #include <exception>
 #include <mutex>
 

@@ -1,5 +1,6 @@
 #include "result/h5.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "result/h5_detail.hpp"

@@ -57,7 +57,7 @@ std::map<std::string, ParamValue> settings(double percent, double percentile, in
 
 }  // namespace
 
-TEST_CASE("squeezed_attention: the card's shares, plainly") {
+TEST_CASE("squeezed_attention: the plain implementation gives the card's shares") {
   // Sizes 3 and 1: 3 * 1 + 1 * 3 = 6.
   const Vector shares = shares_of({0, std::log(3.)}, {3, 1});
   CHECK(shares[0] == Approx(1. / 6));

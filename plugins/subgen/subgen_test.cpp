@@ -96,7 +96,7 @@ Row attention(const Recorded::Layer& l, const Row& q, int kv_head, const std::ve
 }  // namespace
 
 // The card: one cluster of two keys of zeros, and both values drawn once: 6.667 / 2.
-TEST_CASE("subgen: the card's estimate, plainly") {
+TEST_CASE("subgen: the plain implementation gives the card's estimate") {
   Sketch sketch;
   sketch.clusters.push_back({{0}, 2, {{0}, {0}}});
   sketch.mu = 10;

@@ -21,7 +21,7 @@ class StreamingHeads {
   // For attach. retrieval: [layer, kv_head]. The others keep the first and last tokens that `pins` counts.
   StreamingHeads(const Shape& shape, const std::vector<bool>& retrieval, Pins pins, Workspace& w) {
     std::vector<std::int32_t> keep;
-    for (const bool all : retrieval) keep.push_back(all ? everything : pins.first + pins.last);
+    for (const bool all : retrieval) keep.push_back(all ? everything : pinned(pins));
     keep_ = HeadConstants<std::int32_t>("tokens to keep", shape, keep, w);
     const std::vector<Pins> rows(static_cast<std::size_t>(shape.max_slots), pins);
     pins_ = static_cast<const Pins*>(w.constant("pins", rows.data(), rows.size() * sizeof(Pins)));
@@ -29,19 +29,26 @@ class StreamingHeads {
 
   // What a layer's streaming heads hold beyond that, for Edits::evict_surplus.
   Surplus surplus(const LayerKv& kv) const {
-    return {.keep = {keep_.of(kv), {kv.rows(), kv.kv_heads()}, {0, 1}}, .pins = pins_};
+    Surplus surplus;
+    surplus.keep = {keep_.of(kv), {kv.rows(), kv.kv_heads()}, {0, 1}};
+    surplus.pins = pins_;
+    return surplus;
   }
 
   // Policy::demand where a share `sparsity` of the heads are streaming heads: the mean over the heads.
   static Demand demand(Pins pins, double sparsity, int prompt, int max_new) {
     const auto held = [&](int n) {
-      const int streaming = std::min(n, pins.first + pins.last);
+      const int streaming = std::min(n, pinned(pins));
       return static_cast<std::int64_t>((1 - sparsity) * n + sparsity * streaming + 1);
     };
     return {.device_prefill = held(prompt), .device_decode = held(prompt + max_new)};
   }
 
  private:
+  static std::int32_t pinned(Pins pins) {
+    return static_cast<std::int32_t>(std::min<std::int64_t>(std::int64_t{pins.first} + pins.last, everything));
+  }
+
   HeadConstants<std::int32_t> keep_;
   const Pins* pins_ = nullptr;
 };

@@ -1,4 +1,5 @@
 // The process as others see it: its name, its exit codes, and the command in its parts.
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <sstream>
 

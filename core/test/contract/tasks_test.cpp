@@ -47,7 +47,7 @@ bool same(const TaskSample& a, const TaskSample& b) {
 
 TEST_CASE("a generated prompt has exactly the tokens of its context", "[cpu]") {
   for (const std::string& name : generated())
-    for (const char* vocabulary : {"recall", "llama-spm"}) {
+    for (const char* vocabulary : {"gpt-2", "llama-spm"}) {
       const TaskFixture f(name, vocabulary);
       for (const std::int64_t context : {1400, 1401, 1402, 4096}) {
         CAPTURE(name, vocabulary, context);
@@ -65,7 +65,7 @@ TEST_CASE("a generated prompt has exactly the tokens of its context", "[cpu]") {
 TEST_CASE("a generated prompt follows from seed and index alone", "[cpu]") {
   for (const std::string& name : generated()) {
     CAPTURE(name);
-    const TaskFixture f(name, "recall");
+    const TaskFixture f(name);
     const std::map<std::string, ParamValue> given{{"context", std::int64_t{1500}}, {"samples", std::int64_t{3}}};
     const auto task = f.task(given), again = f.task(given);
     const TaskSample s = task->sample(1, f.env(5));
@@ -84,7 +84,7 @@ TEST_CASE("a generated prompt follows from seed and index alone", "[cpu]") {
 TEST_CASE("turns and questions of a generated task fit its context, or it takes none", "[cpu]") {
   for (const std::string& name : generated()) {
     CAPTURE(name);
-    const TaskFixture f(name, "recall");
+    const TaskFixture f(name);
     const auto task = f.task({{"context", std::int64_t{3000}}});
     const auto env = f.env(2, 2, 2);
     INFO(
@@ -106,7 +106,7 @@ TEST_CASE("turns and questions of a generated task fit its context, or it takes 
 TEST_CASE("a context too short for a generated prompt is refused by its length", "[cpu]") {
   for (const std::string& name : generated()) {
     CAPTURE(name);
-    const TaskFixture f(name, "recall");
+    const TaskFixture f(name);
     INFO("usual cause: the context is taken as it is; what has no room for template, question and answer is refused");
     CHECK_THROWS_WITH(f.task({{"context", std::int64_t{40}}})->sample(0, f.env(1)),
                       Catch::Contains("got context: 40, wanted"));

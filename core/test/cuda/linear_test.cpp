@@ -1,5 +1,6 @@
 #include "ops/linear/linear.hpp"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <limits>

@@ -1,5 +1,6 @@
 #include "model/synthetic.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <kvlab/error.hpp>
 

@@ -1,5 +1,6 @@
 #include "result/report.hpp"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <kvlab/error.hpp>
 #include <sstream>

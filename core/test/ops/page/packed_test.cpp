@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <catch2/catch.hpp>
+#include <cmath>
 #include <cstring>
 #include <random>
 #include <vector>

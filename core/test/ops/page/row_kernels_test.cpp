@@ -3,6 +3,7 @@
 #include <kvlab/dtype.hpp>
 #include <kvlab/error.hpp>
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <cstring>

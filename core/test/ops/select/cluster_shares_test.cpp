@@ -80,6 +80,13 @@ TEST_CASE("cluster_shares: large logits stay finite") {
   CHECK(got[1] == 1);
 }
 
+TEST_CASE("cluster_shares: clusters that are all empty get nothing") {
+  Shares x;
+  x.size = {0, 0, 0};
+  const auto got = x.shares(1, 1);
+  for (std::size_t c = 0; c < 3; ++c) CHECK(got[c] == 0);
+}
+
 TEST_CASE("share_quantile and cluster_tokens_above by hand") {
   Shares x;
   x.out = {1.f / 6, .5f, 100.f, 0};  // the empty cluster owns no tokens

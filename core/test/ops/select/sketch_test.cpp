@@ -143,7 +143,6 @@ TEST_CASE("sketch_surplus refuses what it cannot do") {
   head.rule.radius = NAN;
   CHECK_THROWS_WITH(head.join(0), Catch::Contains("radius nan"));
   head.rule = card;
-  head.keep.clear();
   head.kv.rope = RopeRegime::re_rotate;
-  CHECK_THROWS_AS(head.join(0), Error);
+  CHECK_THROWS_WITH(head.join(0), Catch::Contains("wanted RopeRegime::original"));
 }
