@@ -84,7 +84,7 @@ struct Plain {
     const TokenKind kind = kinds[static_cast<std::size_t>(p)];
     return p < sinks || kind == TokenKind::special || (punctuation && kind == TokenKind::punctuation);
   }
-  // What a rule keeps of these positions.
+  // Returns what a rule keeps of these positions.
   std::vector<int> of_rule(std::size_t which, const std::vector<int>& from, int seen) const {
     if (which == 4) return from;
     std::vector<int> others;
@@ -157,7 +157,7 @@ TEST_CASE("fastgen: the card's prompt, by hand") {
 
 TEST_CASE("fastgen: the last queries alone") {
   using Kept = std::vector<int>;
-  // Of the last two queries, token 0 has .7, token 3 .3, tokens 1, 2 and 4 .2, .6 and .2. Token 4 is seen by one.
+  // The last two queries give token 0 .7, token 3 .3, and tokens 1, 2 and 4 .2, .6 and .2. Token 4 is seen by one.
   Settings two{{"local", false}, {"queries", std::int64_t{2}}};
   CHECK(kept_of_card(settings(.34, two)) == Kept{0});
   CHECK(kept_of_card(settings(.49, two)) == Kept{0, 3});

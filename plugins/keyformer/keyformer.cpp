@@ -1,5 +1,5 @@
-// Keyformer: attention accumulates as in H2O, but with Gumbel noise on the logits and a temperature that grows from
-// step to step, because tokens that left took their share of attention with them. Adnan et al., MLSys 2024.
+// Keyformer: attention accumulates as in H2O, with Gumbel noise on the logits. The temperature grows from step to step,
+// because tokens that left took their share of attention with them. Adnan et al., MLSys 2024.
 #include <kvlab/plugin.hpp>
 #include <kvlab/query_shares.hpp>
 #include <kvlab/random.hpp>

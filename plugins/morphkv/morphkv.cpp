@@ -79,7 +79,7 @@ class MorphKv final : public kvlab::Scorer {
   }
 
  private:
-  // Where the sums of a row's queries at `count` text positions from `from` on lie: [KV head, i, head_dim].
+  // The memory for sums of a row's queries at `count` text positions from `from` on: [KV head, i, head_dim].
   kvlab::Scores places(const kvlab::LayerKv& kv, int row, int from, int count) const {
     const std::int64_t dim = kv.pages.head_dim,
                        of_row = (std::int64_t{kv.slots[row]} * kv.shape->layers + kv.layer) * layer_;

@@ -11,7 +11,7 @@ namespace {
 
 using Vector = std::vector<double>;
 
-// What one query gives a token of each cluster. logits: q . C / sqrt(D).
+// Returns what one query gives a token of each cluster. logits: q . C / sqrt(D).
 Vector shares_of(const Vector& logits, const std::vector<std::size_t>& sizes) {
   double sum = 0;
   Vector shares;
@@ -39,7 +39,7 @@ Vector mean_shares(const OnText& run, int layer, int head, const std::vector<Pla
   return mean;
 }
 
-// As numpy.quantile.
+// It interpolates as numpy.quantile does.
 double quantile(Vector x, double q) {
   std::sort(x.begin(), x.end());
   const double at = q * static_cast<double>(x.size() - 1);

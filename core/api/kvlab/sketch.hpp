@@ -28,7 +28,7 @@ struct KvSketch {
   // count / samples, so it adds to the denominator of a softmax alone. The sampled values follow. Their tokens have the
   // value times 2^30 and the weight mu / (values * ||v||^2) * 2^-30, where mu is the sum of ||v||^2 over all tokens. So
   // they add to the numerator; what they add to the denominator is smaller by 2^-30. f32 cannot tell it, unless a
-  // sampled value's logit is more than about 10 above all others.
+  // sampled value's logit is 4 or more above all others. At 16 above it is a hundredth.
   MadeUpTokens tokens;
   View<float, 4> centre;        // [slot, kv_head, cluster, head_dim]
   View<std::int32_t, 3> count;  // [slot, kv_head, 1 + clusters] number of clusters, then the keys of each
