@@ -54,6 +54,12 @@ bool left_out(const Subject& s) {
          s.label != "h2o+int8";
 }
 
+// Weights that bf16 rounds otherwise make these read other tokens: a share of the weights, clusters above a threshold,
+// tokens that are drawn by the size of their values.
+bool reads_by_rounded_weights(const Subject& s) {
+  return s.label == "twilight" || s.label == "squeezed_attention" || s.label == "subgen";
+}
+
 // How far apart the devices' logits may be. What they round differently may be another code, of a coarser step where
 // codes have fewer bits.
 double limit_of(const Subject& s) {
@@ -73,8 +79,7 @@ TEST_CASE("cuda policies: without a limit they give the CPU's logits and keep ev
     const PolicySpec spec = s.spec;
     const Run cpu = run(Device::cpu, spec, "llama-gqa3"), cuda = run(Device::cuda, spec, "llama-gqa3");
     CHECK(finite(cuda.logits));
-    // A share of the weights is other tokens where bf16 rounds weights otherwise.
-    if (s.label != "twilight") CHECK(worst(cuda.logits, cpu.logits) < limit_of(s));
+    if (!reads_by_rounded_weights(s)) CHECK(worst(cuda.logits, cpu.logits) < limit_of(s));
     if (s.own_amount) continue;
     CHECK(cuda.kept == cpu.kept);
     CHECK(cuda.fired == cpu.fired);
