@@ -48,6 +48,7 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   s.all_layers = needs.all_layers();
   s.planned_on_host = needs.planned_on_host();
   s.archive = needs.archive();
+  s.functional = needs.functional();
   s.spill = o.spill;
   s.copy_by_host = o.copy_by_host;
   return s;
@@ -104,6 +105,14 @@ void check_reads(const char* callback, const Edits& edits) {
                                   ": got logits to keep or made-up tokens to read, wanted that in select() alone");
 }
 
+// A step's attention, and a graph, would not know whether stored values change before or behind it.
+void check_step(const char* callback, const Edits& edits) {
+  for (const Edit& e : edits.all())
+    if (e.verb == Edit::rewrite)
+      throw Error(Errc::plugin,
+                  std::string(callback) + ": got a rewrite, wanted it in prefill() or finish_prompt() alone");
+}
+
 // Runs body(). An error of the store about a policy's edits gets the name of their author.
 template <class Body>
 auto authored(const Policy& policy, Body body) {
@@ -154,6 +163,7 @@ CacheMemory Engine::memory(const Model& model, Policy& policy, const EngineOptio
   m.mass = mass_bytes(s, needs.any_mass());
   m.scratch_of_callback =
       number * s.query_heads * (needs.scratch_numbers() * slots * s.max_tokens + std::int64_t{s.head_dim} * s.head_dim);
+  if (needs.functional()) m.scratch_of_callback += 2 * number * s.kv_heads * s.head_dim * s.max_tokens;
   if (needs.output_projection()) m.scratch_of_callback += Projection::scratch_bytes(s, model.config.hidden);
   m.scratch = m.scratch_of_callback * (needs.observe_beside() ? 2 : 1);
   m.frame = taken.frame;
@@ -397,6 +407,7 @@ Fit Engine::finish_step(const std::vector<std::int32_t>& slots, int room) {
   Edits edits;
   policy_->finish_step(step, edits, stream_);
   check_reads("finish_step", edits);
+  check_step("finish_step", edits);
   return apply_after("finish_step", edits.all(), slots);
 }
 
@@ -562,6 +573,7 @@ Selection Engine::select(const DecodeLayer& l, Fit& fit) {
   LayerStep step = layer_step(l);
   step.final_list = store_->final_list();
   policy_->select(step, edits, stream_);
+  check_step("select", edits);
   Selection read;
   std::vector<Edit> before, after;
   const Edit* list = nullptr;
@@ -624,6 +636,7 @@ Fit Engine::observe(const DecodeLayer& l) {
     Edits edits(l.layer);
     policy_->observe(layer_step(l), edits, stream_);
     check_reads("observe", edits);
+    check_step("observe", edits);
     return apply_after("observe", edits.all(), *l.slots);
   }
   late_layers_.push_back(l);

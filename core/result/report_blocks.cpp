@@ -14,7 +14,8 @@ namespace {
 constexpr std::pair<const char*, const char*> label_meanings[] = {
     {"simulated", "times or transfers are computed, not measured"},
     {"injected", "the selection follows a recorded or made-up trace, not this model's attention"},
-    {"functional", "the format is attended through a dequantized copy: bytes are measured, speed says nothing"},
+    {"functional",
+     "stored values are changed as the method would change them; bytes and times are those of the full-width cache"},
     {"legacy", "keeps one cache per query head as the original code does"},
     {"synthetic", "random weights: times and bytes count, scores and fidelity say nothing"},
     {"graph", "decode steps are launched as CUDA graphs"},

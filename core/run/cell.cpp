@@ -119,9 +119,10 @@ void prepare_for(CellInput& in) {
   try {
     const Needs needs = cell_policy(in)->needs();
     in.oracle = needs.oracle();
+    in.functional = needs.functional();
     in.full_runs = full_runs_for(in, needs);
   } catch (const std::exception&) {
-    in.oracle = false;
+    in.oracle = in.functional = false;
   }
 }
 

@@ -30,6 +30,7 @@ struct CellInput {
   std::function<void(const std::string& what, int done, int total)> progress;  // counts the items of a pass
   std::optional<BudgetAmount> found_budget;                                    // by equal_bytes
   bool oracle = false;                                                         // Needs::oracle of the policy
+  bool functional = false;                                                     // Needs::functional of the policy
 
   const PolicySpec& policy() const { return experiment->policies[cell->policy]; }
   const WorkloadSpec* workload() const {  // null = none

@@ -71,6 +71,7 @@ void describe_cell(const CellInput& in, results::CellResult& out) {
   if (in.model->synthetic) add_label(s, "synthetic");
   if (e.inject.used(policy)) add_label(s, "injected");
   if (in.oracle) add_label(s, "oracle");
+  if (in.functional) add_label(s, "functional");
   if (device_of(e) == Device::cuda && in.wants(Metric::parts)) add_label(s, "eager");
   s.policy = policy.name;
   s.params = in.cell->params;

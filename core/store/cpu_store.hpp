@@ -90,6 +90,8 @@ class CpuStore final : public Store {
   Applied store_levels(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied archive_heads(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied rewrite_rows(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  int rewrite_page(const Edit& e, int row, int slot, int head, int page);
   Fit archive_head(int layer, int slot, int head);
   bool take_archive(int layer, int slot, int head, int tokens);  // frames for them all; false: none
   void free_archive(int layer, int slot, int head);

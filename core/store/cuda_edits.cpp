@@ -65,6 +65,15 @@ Applied CudaStore::swap_tokens(const Edit& e, const std::vector<std::int32_t>& s
   return {Fit::ok, -1};
 }
 
+Applied CudaStore::rewrite_rows(const Edit& e, const std::vector<std::int32_t>& slots) {
+  if (slots.empty()) return {Fit::ok, -1};
+  settle();
+  stale_ = true;
+  const CudaStoreRewrite a{{rows_of(slots), static_cast<int>(slots.size())}, e.side == KvSide::key, e.rows, ++edit_};
+  only_on_cuda<cuda_store::rewrite>(layer(e.layer), a, stream_);
+  return {Fit::ok, -1};
+}
+
 Applied CudaStore::edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (e.verb == Edit::encode) return encode_pages(e, slots);
   if (slots.empty()) return {Fit::ok, -1};

@@ -106,6 +106,12 @@ struct CudaStoreSurplus : CudaStoreRows {
   unsigned long long edit = 0;
 };
 
+struct CudaStoreRewrite : CudaStoreRows {
+  bool key = true;
+  View<const float, 4> rows;  // [row, kv_head, token, head_dim]
+  unsigned long long edit = 0;
+};
+
 struct CudaStorePageEdit : CudaStoreList {
   enum Verb : std::uint8_t { offload, recall, recall_all, drop } verb = offload;  // recall_all has no list
   Tier tier = Tier::device;                                                       // a drop frees frames of this tier
@@ -209,6 +215,8 @@ void evict(const CudaStoreLayer& s, const CudaStoreList& lost, Stream stream);
 // Evicts the tokens beyond a number: those that ops::top_tokens would leave out.
 void evict_surplus(const CudaStoreLayer& s, const CudaStoreSurplus& a, Stream stream);
 void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, Stream stream);
+// Stores one side of all tokens. Pages are in the cache's dtype.
+void rewrite(const CudaStoreLayer& s, const CudaStoreRewrite& a, Stream stream);
 void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream stream);
 // A place edit is a plan and its copies. The plan takes frames of the pools, changes the tables and writes jobs. The
 // copies may run in another stream, beside kernels that take frames: the frames that they give back are `returned`.

@@ -197,6 +197,7 @@ class CudaStore final : public Store {
   void plan_on_host(const CudaStoreEncode& a, int layer, const std::vector<std::int32_t>& slots);
   Applied archive_heads(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied rewrite_rows(const Edit& e, const std::vector<std::int32_t>& slots) override;
   void applied() override {
     if (beside_) place_waiting(), fetch_waiting();
   }

@@ -36,6 +36,17 @@ void check_archive(const StoreOptions& o) {
     refuse("another codec on the host, wanted the one of the device");
 }
 
+// Refuses what edits that change keys and values do not go with.
+void check_functional(const StoreOptions& o) {
+  const auto refuse = [](const std::string& what) {
+    throw Error(Errc::unsupported, "got Needs::functional with " + what, "the cache");
+  };
+  if (!o.functional) return;
+  if (o.rope != RopeRegime::original) refuse("another RoPE regime, wanted original");
+  for (const CodecSpec& c : o.codecs)
+    if (c.k.bits || c.v.bits) refuse("a codec that stores codes, wanted keys and values in the run's dtype");
+}
+
 // Refuses what copies by the host do not go with.
 void check_copies(const StoreOptions& o) {
   const auto refuse = [](const std::string& what) {
@@ -91,6 +102,7 @@ Store::Store(const StoreOptions& options, Stream stream)
       placed_step_(spare_.size()),
       placed_room_(spare_.size()) {
   check_archive(options);
+  check_functional(options);
   check_copies(options);
 }
 
@@ -294,6 +306,7 @@ void Store::check_edit(const Edit& e, std::size_t rows) const {
                 "edit of layer " + std::to_string(e.layer));
   if (e.verb == Edit::evict_surplus) return check_surplus(e, wanted);
   if (e.verb == Edit::store_as) return check_levels(e, wanted);
+  if (e.verb == Edit::rewrite) return;
   check_archiving(e);
   if (e.verb == Edit::archive) return;
   if (e.list.slots && e.verb != Edit::place && e.verb != Edit::fetch && e.verb != Edit::attend &&
@@ -331,6 +344,16 @@ void Store::check_surplus(const Edit& e, std::int64_t rows) const {
     bad(e, "got scores of another shape, wanted [row, kv_head, token] contiguous");
   if (s.column >= columns)
     bad(e, "got column " + std::to_string(s.column) + " of token state, wanted less than " + std::to_string(columns));
+}
+
+void Store::check_rewrite(const Edit& e, const std::vector<std::int32_t>& slots) const {
+  const Shape& s = options_.shape;
+  if (!options_.functional)
+    bad(e, "got a rewrite from a policy without Needs::functional, wanted the policy to ask for it");
+  const auto& extent = e.rows.extent;
+  if (extent[0] < std::ssize(slots) || extent[1] < s.kv_heads || extent[2] < max_length(e.layer, slots) ||
+      extent[3] != s.head_dim || e.rows.stride[3] != 1)
+    bad(e, "got rows of another shape, wanted [row, kv_head, token, head_dim] with every token, head_dim contiguous");
 }
 
 void Store::check_archiving(const Edit& e) const {
@@ -480,6 +503,7 @@ Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots, 
     case Edit::store_as: one = store_levels(e, slots); break;
     case Edit::archive: one = archive_heads(e, slots); break;
     case Edit::fetch: one = fetch_tokens(e, slots); break;
+    case Edit::rewrite: one = rewrite_rows(e, slots); break;
     default: bad(e, "got an unknown verb");
   }
   fired_ += one.changed > 0;
@@ -515,6 +539,7 @@ Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int3
       continue;
     }
     check_edit(e, slots.size());
+    if (e.verb == Edit::rewrite) check_rewrite(e, slots);
     if (e.when.kind == Deadline::sequence && (e.verb != Edit::place || !options_.pauses))
       bad(e, "got Deadline::sequence, wanted it of a place edit of a policy with Needs::pauses and Needs::host_pages");
     if (e.when.kind == Deadline::sequence && waits_for_sequence(e.layer, slots))
@@ -623,6 +648,7 @@ StoreBytes store_bytes(const StoreOptions& options, Device device) {
 
 void check_store(const StoreOptions& options, Device device) {
   check_archive(options);
+  check_functional(options);
   check_copies(options);
   check_packing(options);
   device == Device::cuda ? CudaStore::check(options) : CpuStore::check(options);

@@ -52,6 +52,7 @@ struct StoreOptions {
   bool copy_by_host = false;
   bool all_layers = false;       // view_all, and edits of all layers
   bool planned_on_host = false;  // see Needs::planned_on_host
+  bool functional = false;       // rewrite needs it; see Needs::functional
 };
 
 enum class Fit : std::uint8_t { ok, out_of_memory };  // the store returns out_of_memory and does not throw it
@@ -211,6 +212,7 @@ class Store {
   virtual Applied store_levels(const Edit& e, const std::vector<std::int32_t>& slots) = 0;   // store_as
   virtual Applied archive_heads(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // archive
   virtual Applied fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) = 0;   // fetch
+  virtual Applied rewrite_rows(const Edit& e, const std::vector<std::int32_t>& slots) = 0;   // rewrite
   // Numbers the slots of all layers as Step::pages does.
   std::vector<std::int32_t> in_all_layers(const std::vector<std::int32_t>& slots) const;
   // The same edit for one slot: sets spare_ of its layer and slot.
@@ -315,6 +317,7 @@ class Store {
   std::vector<int> placed_room_;  // [layer, slot] the room of that edit: a spill leaves so many pages, as counted then
   void check_edit(const Edit& e, std::size_t rows) const;  // throws Errc::plugin
   void check_surplus(const Edit& e, std::int64_t rows) const;
+  void check_rewrite(const Edit& e, const std::vector<std::int32_t>& slots) const;
   void check_levels(const Edit& e, std::int64_t rows) const;
   void check_all_layers(const Edit& e) const;
   void check_archiving(const Edit& e) const;  // of archive, fetch, and edits that do not go with them

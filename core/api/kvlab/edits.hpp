@@ -66,6 +66,7 @@ struct Edit {
     store_as,       // each token is stored in a codec of Policy::codecs, or leaves
     archive,        // the heads' archives become copies of all tokens that they hold
     fetch,          // the heads' first tokens become those of these places of their archives
+    rewrite,        // the heads' tokens get other keys or values
   };
   static constexpr int all_layers = -1;
 
@@ -84,7 +85,9 @@ struct Edit {
   View<const std::int32_t, 2> rooms;
   bool reuse = true;
   View<const float, 3> order;
-  Levels levels;  // store_as, which has no list
+  Levels levels;              // store_as, which has no list
+  KvSide side = KvSide::key;  // rewrite, which has no list
+  View<const float, 4> rows;
 };
 
 // How Edits::place works.
@@ -173,8 +176,17 @@ class Edits {
   // Errc::plugin too. With next_attention the tokens travel beside the rest of the step. Until it ends, ops may read
   // the tokens before or those after.
   void fetch(const TokenList& places, const Fetching& how) { push(Edit::fetch, places, how.when).heads = how.heads; }
+  // At once: every token of every head gets the key or value that `rows` has at its place, stored in the cache's dtype.
+  // rows: [row, kv_head, token, head_dim], as ops::read_rows gives them. A row that stays keeps its bits. Positions and
+  // token state stay, summaries follow, and copies on the host are freed. Every page must be on the device. Only
+  // prefill() and finish_prompt() may rewrite; else Errc::plugin. Needs::functional is needed.
+  void rewrite(KvSide side, View<const float, 4> rows) {
+    Edit& e = push(Edit::rewrite, {}, {});
+    e.side = side;
+    e.rows = rows;
+  }
 
-  // Sets the layer of the next edits, for Policy::finish_step, which works on all layers.
+  // Sets the layer of the next edits, for Policy::finish_step, which works on all layers, and for finish_prompt.
   void for_layer(int layer) { layer_ = layer; }
   // The next edits have lists of the rows of Step::pages. They are evict, move, encode and store_as, and take effect at
   // once; else Errc::plugin. Needs::all_layers is needed.

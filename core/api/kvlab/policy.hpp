@@ -96,6 +96,10 @@ class Needs {
   Needs& output_projection(bool yes) { return output_projection_ = yes, *this; }  // LayerKv::projected_norms
   // Policy::finish_prompt.
   Needs& finish_prompt(bool yes) { return finish_prompt_ = yes, *this; }
+  // The policy changes stored keys or values (Edits::rewrite), as a method's own format would. Bytes and times stay
+  // those of the full-width cache. Its rows carry the label `functional`. A callback gets scratch for the keys and
+  // values of a sequence's layer, too. Other regimes than RopeRegime::original, and codes, are Errc::unsupported.
+  Needs& functional(bool yes) { return functional_ = yes, *this; }
   // The arrays of a profile file, which the experiment names. They come through load_profile.
   Needs& profile(bool yes) { return profile_ = yes, *this; }
 
@@ -122,6 +126,7 @@ class Needs {
   bool profile() const { return profile_; }
   bool output_projection() const { return output_projection_; }
   bool finish_prompt() const { return finish_prompt_; }
+  bool functional() const { return functional_; }
   bool host_pages() const { return host_pages_; }
   bool archive() const { return archive_; }
   bool pauses() const { return pauses_; }
@@ -157,6 +162,7 @@ class Needs {
   bool pauses_ = false;
   bool steps_ = false;
   bool token_ids_ = false;
+  bool functional_ = false;
   int scratch_numbers_ = 4;
 };
 

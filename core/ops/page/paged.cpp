@@ -211,6 +211,14 @@ void write_token(std::byte* frame, const PageLayout& l, int offset, const float*
     std::memset(frame + l.state + (std::int64_t{c} * l.page_size + offset) * 4, 0, 4);
 }
 
+bool write_row(std::byte* frame, const PageLayout& l, KvSide side, int offset, const float* x) {
+  const bool key = side == KvSide::key;
+  const std::byte* row = frame + row_offset(l, key, offset);
+  const std::vector<std::byte> before(row, row + row_bytes(l, key));
+  write_row(frame, l, key, offset, x);
+  return !std::equal(before.begin(), before.end(), row);
+}
+
 void read_row(const std::byte* frame, const PageLayout& l, KvSide side, int offset, float* out) {
   const bool key = side == KvSide::key;
   const std::byte* row = frame + row_offset(l, key, offset);

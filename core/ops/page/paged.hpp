@@ -19,6 +19,9 @@ PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim
 void write_token(std::byte* frame, const PageLayout& l, int offset, const float* k, const float* v,
                  std::int32_t position);
 
+// Encodes the key or value x, f32 [head_dim], alone, as write_token does. Returns whether a stored byte changed.
+bool write_row(std::byte* frame, const PageLayout& l, KvSide side, int offset, const float* x);
+
 // Decodes one key or value to f32 [head_dim] as stored, without rotation.
 void read_row(const std::byte* frame, const PageLayout& l, KvSide side, int offset, float* out);
 

@@ -44,6 +44,13 @@ void add_moments_reference(const View<const float, 4>& queries, const std::int32
                            const View<float, 3>& moments);
 void expected_query_reference(const View<float, 3>& moments, const std::int32_t* seen, const PagedKv& kv, int horizon,
                               View<float, 3> mean, View<float, 4> covariance);
+void channel_energy_reference(const View<const float, 4>& queries, const PagedKv& kv, const View<const float, 4>& rows,
+                              View<float, 3> out);
+void zero_channels_reference(const PagedKv& kv, const View<const float, 3>& energy, int count, int newest,
+                             View<float, 4> rows);
+void row_distance_reference(const PagedKv& kv, const View<const float, 4>& a, const View<const float, 4>& b,
+                            Scores out);
+void merge_rows_reference(const PagedKv& kv, float t, const TokenList& exact, View<float, 4> a, View<float, 4> b);
 void add_mass_reference(View<const float, 3> mass, GroupRule rule, const StateColumn& column, const Heads& heads = {});
 void read_state_reference(const StateColumn& column, Scores out, const Heads& heads = {});
 void page_score_reference(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,

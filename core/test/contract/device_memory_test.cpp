@@ -245,6 +245,7 @@ class OnGuardedDevice final : public Policy {
                                        .order = copy_of(e.order, w)});
           break;
         case Edit::archive: edits.archive(copy_of(e.heads, w, s)); break;
+        case Edit::rewrite: edits.rewrite(e.side, copy_of(e.rows, w)); break;
         case Edit::fetch: edits.fetch(TokenList{list}, {copy_of(e.heads, w, s), e.when}); break;
       }
     }

@@ -821,6 +821,53 @@ TEST_CASE("cuda store: extents of the arena go to the codec that needs them, and
   }
 }
 
+TEST_CASE("cuda store: a rewrite leaves what it leaves on the CPU") {
+  const DType dtype = GENERATE(DType::f32, DType::bf16, DType::f16);
+  const Summary summary = GENERATE(Summary::none, Summary::min_max, Summary::mean);
+  const bool host = GENERATE(false, true);
+  CAPTURE(name_of(dtype), static_cast<int>(summary), host);
+  StoreFixture f = fixture(0);
+  f.options.functional = true;
+  f.options.shape.dtype = dtype;
+  f.options.codecs = {CodecSpec{}};
+  f.options.host_codec = {};
+  f.options.rope = RopeRegime::original;
+  f.options.summary = summary;
+  f.options.host_pages = host;
+  f.options.pauses = f.options.archive = false;
+  Both both(f, 1);
+  both.open();
+  both.open();
+  for (const int slot : both.slots) REQUIRE(both.append(slot, 45 - 20 * slot) == Fit::ok);
+  const std::vector<std::int32_t> rows{both.slots[1], both.slots[0]};
+  if (host)
+    both.apply(rows, 1, both.some(rows, 1, 7, true), [](Edits& e, const IndexList& l) { e.offload(PageList{l}); });
+  for (const KvSide side : {KvSide::key, KvSide::value}) {
+    // Half of the elements stay as they are, and whole pages of some heads.
+    const std::int64_t room = 50;
+    std::vector<float> values;
+    for (std::size_t r = 0; r < rows.size(); ++r)
+      for (int h = 0; h < both.heads; ++h)
+        for (int t = 0; t < room; ++t)
+          for (const float x : f.row(side == KvSide::key ? 0 : 1, 1, rows[r], h, t))
+            values.push_back(both.pick(2) && (t > 20 || h) ? x + 1.1f : x);
+    OnDevice there;
+    const auto view = View<const float, 4>::dense(values.data(),
+                                                  {static_cast<std::int64_t>(rows.size()), both.heads, room, both.dim});
+    Edits a(1), b(1);
+    a.rewrite(side, view);
+    b.rewrite(side, there.put(view));
+    for (int again = 0; again < 2; ++again) {  // the second one changes nothing
+      REQUIRE(both.cpu.apply(a.all(), rows).fit == Fit::ok);
+      REQUIRE(both.cuda.apply(b.all(), rows).fit == Fit::ok);
+      both.check();
+      CHECK(both.cuda.fired() == both.cpu.fired());
+    }
+  }
+  REQUIRE(both.step(rows) == Fit::ok);
+  both.check();
+}
+
 namespace {
 
 // A store whose heads have archives, of a shape and a codec of fixture().

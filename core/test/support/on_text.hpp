@@ -200,6 +200,17 @@ class OnText final : public EngineObserver {
   // The text's ids. A test may replace some that were not fed yet.
   std::vector<int>& text() { return text_; }
   std::vector<int> kept(int layer, int head) const { return engine_->store().positions(layer, slot_, head); }
+  // Keys or values of a head as the cache holds them, by place: [token][d].
+  std::vector<std::vector<float>> stored(KvSide side, int layer, int head) const {
+    const std::vector<std::int32_t> slots{slot_};
+    const PagedKv kv = engine_->store().view(layer, slots);
+    const auto n = static_cast<std::size_t>(kv.tokens(0, head)), dim = static_cast<std::size_t>(kv.head_dim);
+    std::vector<float> rows(n * dim);
+    ops::gather_rows(kv, 0, head, side, kv.tokens(0, head), rows.data());
+    std::vector<std::vector<float>> out;
+    for (std::size_t t = 0; t < n; ++t) out.emplace_back(&rows[t * dim], &rows[t * dim] + dim);
+    return out;
+  }
   std::vector<int> pages_on(Tier tier, int layer, int head) const {
     const std::vector<std::int32_t> slots{slot_};
     const PagedKv kv = engine_->store().view(layer, slots, tier);

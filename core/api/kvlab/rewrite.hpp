@@ -1,0 +1,33 @@
+// Ops on the rows that Edits::rewrite stores. ops.hpp says what holds for every op. Rows are those of ops::read_rows,
+// [row, kv_head, token, head_dim] in f32, contiguous along head_dim. The first tokens(row, kv_head) of a head count.
+#pragma once
+#include "kvlab/kv.hpp"
+#include "kvlab/ops.hpp"
+#include "kvlab/stream.hpp"
+
+namespace kvlab::ops {
+
+// out[row, kv_head, d] = mean of q_d^2 over all queries of the group's query heads, times the mean of x_d^2 over the
+// head's rows x. A head without tokens gives zeros. Sums are in f64. queries: [row, query head, w, head_dim], f32,
+// contiguous along head_dim. ThinK's score of a channel. Bytes: queries and rows.
+void channel_energy(const Tensor<4>& queries, const PagedKv& kv, View<const float, 4> rows, View<float, 3> out,
+                    Stream s);
+
+// rows[row, kv_head, token, d] = 0 for the `count` channels d of the head with the least energy. The last `newest`
+// places keep theirs. The cache must be in text order, as at a prompt's end. energy: [row, kv_head, d]. The lower of
+// two equal channels stays. Bytes: the elements written.
+void zero_channels(const PagedKv& kv, View<const float, 3> energy, int count, int newest, View<float, 4> rows,
+                   Stream s);
+
+// row_distance and merge_rows take rows of two layers that hold the same tokens at the same places. kv is either one.
+
+// out[row, kv_head, token] = the angle between a and b, divided by pi. A row of zeros has the distance 1 to any other.
+// Bytes: a, b and out.
+void row_distance(const PagedKv& kv, View<const float, 4> a, View<const float, 4> b, Scores out, Stream s);
+
+// a and b both get the direction between theirs, and keep their lengths. t = 0 is the direction of a, and 1 that of b.
+// Between them it goes along the great circle (slerp). Tokens on the list stay as they are, and so do those of distance
+// 1, whose direction between is not defined. MiniCache. Bytes: a and b, twice.
+void merge_rows(const PagedKv& kv, float t, const TokenList& exact, View<float, 4> a, View<float, 4> b, Stream s);
+
+}  // namespace kvlab::ops

@@ -1,0 +1,87 @@
+// Rows that Edits::rewrite stores: channels that become zeros, and rows of two layers that get one direction.
+#include <fmt/format.h>
+#include <kvlab/rewrite.hpp>
+
+#include <limits>
+
+#include "cases/on_caches.hpp"
+#include "ops/score/reference.hpp"
+
+namespace kvlab::cases {
+namespace {
+
+constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+
+void check_channels(OnCache& x) {
+  const std::int64_t rows = x.c.rows(), heads = x.c.kv_heads(), room = x.c.room(), dim = x.kv.head_dim;
+  const Stream s = x.stream();
+  Numbers<4> keys(x, {rows, heads, room, dim});
+  const auto keys_there = keys.put();
+  for (const std::int64_t window : {1, 5, 32}) {
+    Numbers<4> queries(x, {rows, x.c.heads(), window, dim});
+    const auto queries_there = queries.put();
+    x.same<3>(
+        fmt::format("channel_energy of {} queries", window), Guarded<3>({rows, heads, dim}).view(), 1e-6,
+        [&](View<float, 3> out) { ops::channel_energy(queries_there, x.there, keys_there, out, s); },
+        [&](View<float, 3> out) { ops::channel_energy_reference(queries.view(), x.kv, keys.view(), out); });
+  }
+  Numbers<3> energy(x, {rows, heads, dim});
+  for (std::int64_t d = 0; d + 2 < dim; d += 3) energy.own()(0, 0, d) = energy.own()(0, 0, d + 2);
+  energy.own()(0, 0, 1) = energy.own()(0, 0, 5) = nan;
+  const auto energy_there = energy.put();
+  for (const int count : {0, 3, static_cast<int>(dim) / 2, static_cast<int>(dim)})
+    for (const int newest : {0, 5, 1000})
+      x.same<4>(
+          fmt::format("zero_channels, {} of them but in the {} newest", count, newest), keys.own(), 0,
+          [&](View<float, 4> out) { ops::zero_channels(x.there, energy_there, count, newest, out, s); },
+          [&](View<float, 4> out) { ops::zero_channels_reference(x.kv, energy.view(), count, newest, out); });
+}
+
+void check_layers(OnCache& x) {
+  const std::int64_t rows = x.c.rows(), heads = x.c.kv_heads(), room = x.c.room(), dim = x.kv.head_dim;
+  const Stream s = x.stream();
+  Numbers<4> a(x, {rows, heads, room, dim}), b(x, {rows, heads, room, dim}, 3);
+  // A row of zeros, rows that point alike, opposite ones, and some that nearly point alike.
+  for (std::int64_t t = 0; t < room; ++t)
+    for (std::int64_t d = 0; t % 3 == 1 && d < dim; ++d) {
+      const float y = a.view()(0, 0, t, d);
+      b.own()(0, 0, t, d) = t % 12 == 1 ? 0 : t % 12 == 4 ? 2 * y : t % 12 == 7 ? -2 * y : y + (d == 0 ? 1e-3f : 0);
+    }
+  const auto a_there = a.put(), b_there = b.put();
+  x.same<3>(
+      "row_distance", Guarded<3>({rows, heads, room}).view(), 1e-6,
+      [&](Scores out) { ops::row_distance(x.there, a_there, b_there, out, s); },
+      [&](Scores out) { ops::row_distance_reference(x.kv, a.view(), b.view(), out); });
+  ListMemory memory;
+  const TokenList exact{memory.choose(
+      x.c.cache.options(), static_cast<int>(room), [&](int r, int h) { return x.kv.tokens(r, h); },
+      [&] { return x.c.rng() % 5 == 0; })};
+  const TokenList exact_there = x.place.put(exact);
+  for (const float t : {0.f, .6f, 1.f}) {
+    const auto scope = x.check.in(fmt::format("t = {}", t));
+    for (const bool second : {false, true}) {
+      const std::vector<float> other = Guarded<4>::copy((second ? a : b).own());
+      x.same<4>(
+          second ? "merge_rows, the second layer" : "merge_rows, the first layer", (second ? b : a).own(), 1e-5,
+          [&](View<float, 4> own) {
+            const View<float, 4> rest = x.place.put((second ? a : b).own());
+            ops::merge_rows(x.there, t, exact_there, second ? rest : own, second ? own : rest, s);
+          },
+          [&](View<float, 4> own) {
+            std::vector<float> copy = other;
+            const auto rest = View<float, 4>::dense(copy.data(), own.extent);
+            ops::merge_rows_reference(x.kv, t, exact, second ? rest : own, second ? own : rest);
+          });
+    }
+  }
+}
+
+std::vector<Case> list() {
+  return {on_caches("channels", "energies and zeros", 36, check_channels),
+          on_caches("merge_rows", "rows of two layers", 36, check_layers)};
+}
+
+const Announced announced{list};
+
+}  // namespace
+}  // namespace kvlab::cases

@@ -1,0 +1,139 @@
+#include <kvlab/rewrite.hpp>
+
+#include <catch2/catch.hpp>
+#include <cmath>
+
+#include "cases/paged_fixture.hpp"
+
+using namespace kvlab;
+using namespace kvlab::cases;
+
+namespace {
+
+// A cache of one head and so many tokens of 8 elements. Its own keys do not matter.
+struct Head {
+  explicit Head(int tokens) : cache({1, 1, 8, 4, 4}) {
+    for (int t = 0; t < tokens; ++t) cache.append(0, 0, std::vector<float>(8), std::vector<float>(8));
+    kv = cache.view();
+  }
+  PagedFixture cache;
+  PagedKv kv;
+};
+
+// Rows of one head, of which the first elements are given and the others are 0.
+struct Rows {
+  explicit Rows(const std::vector<std::vector<float>>& given) {
+    for (const auto& row : given) {
+      data.insert(data.end(), row.begin(), row.end());
+      data.resize(data.size() + 8 - row.size());
+    }
+    view = View<float, 4>::dense(data.data(), {1, 1, static_cast<std::int64_t>(given.size()), 8});
+  }
+  std::vector<float> data;
+  View<float, 4> view;
+};
+
+const Stream s = Stream::cpu();
+
+}  // namespace
+
+// The card's channels, with four more of a greater energy: qe = [4, 1, .25, 0], ke = [.1, 1, 4, 9].
+TEST_CASE("ThinK's channels by hand") {
+  const auto root = [](double x) { return static_cast<float>(std::sqrt(x)); };
+  const Head head(3);
+  // The means of two queries' squares, of two query heads each, and of three keys' squares.
+  const Rows queries({{2, 1, 0, 0, 3, 3, 3, 3},
+                      {root(8), root(2), 0, 0, 3, 3, 3, 3},
+                      {root(4), 0, root(.5), 0, 3, 3, 3, 3},
+                      {0, 1, root(.5), 0, 3, 3, 3, 3}});
+  const auto of_heads = View<const float, 4>::dense(queries.data.data(), {1, 2, 2, 8});
+  Rows keys({{root(.3), 1, root(12), 3, 2, 2, 2, 2}, {0, -1, 0, -3, 2, 2, 2, 2}, {0, 1, 0, 3, 2, 2, 2, 2}});
+  Guarded<3> energy({1, 1, 8});
+  ops::channel_energy(of_heads, head.kv, keys.view, energy.view(), s);
+  const float wanted[] = {.4f, 1, 1, 0, 36, 36, 36, 36};
+  for (int d = 0; d < 8; ++d) CHECK(energy(0, 0, d) == Approx(wanted[d]));
+  CHECK(energy.margins_intact());
+
+  const std::vector<float> whole = keys.data;
+  ops::zero_channels(head.kv, energy.view(), 2, 1, keys.view, s);
+  for (int t = 0; t < 3; ++t)
+    for (int d = 0; d < 8; ++d) {
+      CAPTURE(t, d);
+      const bool gone = t < 2 && (d == 0 || d == 3);
+      CHECK(keys.view(0, 0, t, d) == (gone ? 0 : whole[static_cast<std::size_t>(8 * t + d)]));
+    }
+}
+
+TEST_CASE("zero_channels: of equal energies the last goes first, and NaN before all") {
+  const Head head(1);
+  const auto zeroed = [&](std::vector<float> energy, int count) {
+    Rows rows({std::vector<float>(8, 1)});
+    ops::zero_channels(head.kv, View<const float, 3>::dense(energy.data(), {1, 1, 8}), count, 0, rows.view, s);
+    std::vector<int> out;
+    for (int d = 0; d < 8; ++d)
+      if (rows.data[static_cast<std::size_t>(d)] == 0) out.push_back(d);
+    return out;
+  };
+  CHECK(zeroed({1, 1, 1, 1, 1, 1, 1, 1}, 3) == std::vector<int>{5, 6, 7});
+  CHECK(zeroed({5, 2, NAN, 2, 5, 0, NAN, 9}, 1) == std::vector<int>{6});
+  CHECK(zeroed({5, 2, NAN, 2, 5, 0, NAN, 9}, 4) == std::vector<int>{2, 3, 5, 6});
+}
+
+// The card: x_prev = [0, 3], x_cur = [2, 0], t = .6.
+TEST_CASE("MiniCache's token by hand") {
+  const Head head(1);
+  Rows former({{0, 3}}), own({{2, 0}});
+  Guarded<3> distance({1, 1, 1});
+  ops::row_distance(head.kv, former.view, own.view, distance.view(), s);
+  CHECK(distance(0, 0, 0) == Approx(.5));
+  ListMemory memory;
+  const TokenList none{memory.choose(
+      head.cache.options(), 1, [](int, int) { return 1; }, [] { return false; })};
+  ops::merge_rows(head.kv, .6f, none, former.view, own.view, s);
+  CHECK(own.data[0] == Approx(1.6180).margin(1e-4));
+  CHECK(own.data[1] == Approx(1.1756).margin(1e-4));
+  CHECK(former.data[0] == Approx(2.4271).margin(1e-4));
+  CHECK(former.data[1] == Approx(1.7634).margin(1e-4));
+}
+
+TEST_CASE("merge_rows leaves listed tokens, zeros and opposite rows alone") {
+  const Head head(4);
+  Rows former({{0, 3}, {0, 0}, {1, 2}, {1, 1}}), own({{2, 0}, {2, 0}, {-2, -4}, {2, 2}});
+  const auto before = std::pair(former.data, own.data);
+  Guarded<3> distance({1, 1, 4});
+  ops::row_distance(head.kv, former.view, own.view, distance.view(), s);
+  CHECK(distance(0, 0, 1) == 1);
+  CHECK(distance(0, 0, 2) == 1);
+  CHECK(distance(0, 0, 3) == Approx(0).margin(1e-6));
+  ListMemory memory;
+  const TokenList first{memory.choose(
+      head.cache.options(), 4, [](int, int) { return 1; }, [] { return true; })};
+  ops::merge_rows(head.kv, .6f, first, former.view, own.view, s);
+  for (std::size_t i = 0; i < 32; ++i) {
+    CAPTURE(i);
+    CHECK(former.data[i] == Approx(before.first[i]).margin(1e-6));
+    CHECK(own.data[i] == Approx(before.second[i]).margin(1e-6));
+    if (i < 24) CHECK((former.data[i] == before.first[i] && own.data[i] == before.second[i]));
+  }
+}
+
+TEST_CASE("ops on rows refuse views that do not fit") {
+  const Head head(3);
+  Rows rows({{1}, {1}, {1}}), few({{1}, {1}});
+  Guarded<3> energy({1, 1, 8}), narrow({1, 1, 4}), scores({1, 1, 3});
+  const View<const float, 4> queries = rows.view;
+  CHECK_THROWS_WITH(ops::channel_energy(queries, head.kv, few.view, energy.view(), s),
+                    Catch::Contains("got rows of another shape"));
+  CHECK_THROWS_WITH(ops::channel_energy(queries, head.kv, rows.view, narrow.view(), s),
+                    Catch::Contains("got energies of another shape"));
+  CHECK_THROWS_WITH(ops::zero_channels(head.kv, energy.view(), 9, 0, rows.view, s),
+                    Catch::Contains("got 9 channels and 0 newest tokens"));
+  CHECK_THROWS_WITH(ops::zero_channels(head.kv, energy.view(), 1, -1, rows.view, s),
+                    Catch::Contains("-1 newest tokens"));
+  CHECK_THROWS_WITH(ops::row_distance(head.kv, rows.view, few.view, scores.view(), s),
+                    Catch::Contains("got rows of another shape"));
+  ListMemory memory;
+  const TokenList none{memory.choose(
+      head.cache.options(), 1, [](int, int) { return 0; }, [] { return false; })};
+  CHECK_THROWS_WITH(ops::merge_rows(head.kv, 1.5f, none, rows.view, rows.view, s), Catch::Contains("wanted 0 to 1"));
+}

@@ -1,0 +1,51 @@
+// Cells of policies that change stored values.
+#include <catch2/catch.hpp>
+
+#include "support/cell_fixture.hpp"
+#include "support/labels.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+struct Cells : test::CellFixture {
+  explicit Cells(const std::string& policy)
+      : CellFixture(test::tiny_model("llama-gqa3"), test::policy_of(policy, 16), {Metric::score, Metric::memory}) {
+    for (unsigned i = 0; i < 3; ++i)
+      add(test::test_text(100 + 5 * static_cast<int>(i), model->config.vocab, i + 1), {}, 8);
+  }
+};
+
+}  // namespace
+
+TEST_CASE("cells of policies that change stored values are functional, act, and hold the bytes of the full cache") {
+  const results::CellResult full = Cells("full").run();
+  REQUIRE(full.summary.status == "ok");
+  CHECK(test::lasting_labels(full.summary).empty());
+  for (const char* policy : {"think", "minicache"}) {
+    CAPTURE(policy);
+    const results::CellResult result = Cells(policy).run();
+    CAPTURE(result.summary.error);
+    REQUIRE(result.summary.status == "ok");
+    CHECK(test::lasting_labels(result.summary) == "functional");
+    CHECK(result.summary.fired > 0);
+    CHECK(result.summary.compression == Approx(1));
+    // minicache keeps room for a layer beside the cache.
+    if (policy == std::string("think"))
+      CHECK(result.summary.device_bytes_decode == Approx(full.summary.device_bytes_decode));
+  }
+}
+
+TEST_CASE("a cap on device memory leaves a functional policy the scratch that it needs") {
+  for (const char* policy : {"think", "minicache"}) {
+    Cells cells(policy);
+    cells.leave_for_pages(std::int64_t{1} << 22, 1);
+    const results::CellResult result = cells.run();
+    CAPTURE(policy, result.summary.error);
+    CHECK(result.summary.status == "ok");
+  }
+}
+
+TEST_CASE("a functional policy goes with no codec of codes") {
+  CHECK_THROWS_WITH(test::policy_of("{think: {codec: int8}}", 16), Catch::Contains("codec"));
+}

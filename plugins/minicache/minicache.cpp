@@ -1,0 +1,80 @@
+// MiniCache: two neighbouring layers share the direction of a token's key, and of its value. Liu et al., NeurIPS 2024.
+#include <kvlab/plugin.hpp>
+#include <kvlab/rewrite.hpp>
+
+#include <cmath>
+
+namespace {
+
+using kvlab::KvSide;
+
+class MiniCache final : public kvlab::Policy {
+ public:
+  explicit MiniCache(const kvlab::Params& p)
+      : start_(p.get<double>("start")), t_(p.get<double>("t")), exact_(p.get<double>("exact")) {}
+
+  kvlab::Needs needs() const override {
+    return kvlab::Needs{}.finish_prompt(true).own_amount(true).functional(true).capturable(true);
+  }
+
+  void attach(const kvlab::Shape& s, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
+    layers_ = s.layers;
+    first_ = static_cast<int>(s.layers * start_);
+    if (first_ + 1 >= layers_)
+      throw kvlab::Error(kvlab::Errc::config, "got a start at layer " + std::to_string(first_) + " of " +
+                                                  std::to_string(layers_) +
+                                                  ", wanted two layers or more from there on");
+    const std::int64_t side = std::int64_t{s.kv_heads} * s.max_tokens * s.head_dim;
+    auto* data = static_cast<float*>(w.room("rows of a layer", static_cast<std::size_t>(2 * side) * sizeof(float)));
+    for (const int i : {0, 1})
+      former_[i] = kvlab::View<float, 4>::dense(data + i * side, {1, s.kv_heads, s.max_tokens, s.head_dim});
+  }
+
+  // A prompt has one row, and its callbacks of all layers come one after the other.
+  void finish_prompt(const kvlab::LayerKv& kv, kvlab::Edits& edits, kvlab::Stream s) override {
+    const int of_pair = kv.layer - first_;
+    if (of_pair < 0 || (of_pair % 2 == 0 && kv.layer + 1 == layers_)) return;
+    for (const int i : {0, 1}) {
+      const kvlab::KvRows& rows = i ? kv.values : kv.keys;
+      if (of_pair % 2 == 0)
+        kvlab::ops::read_rows(rows, former_[i], s);
+      else
+        merge(kv, rows, former_[i], edits, s);
+    }
+  }
+
+ private:
+  void merge(const kvlab::LayerKv& kv, const kvlab::KvRows& rows, kvlab::View<float, 4> former, kvlab::Edits& edits,
+             kvlab::Stream s) const {
+    const bool key = rows.side == KvSide::key;
+    const auto own =
+        kv.scratch<float>(key ? "keys" : "values", {kv.rows(), kv.kv_heads(), kv.max_length, kv.pages.head_dim});
+    kvlab::ops::read_rows(rows, own, s);
+    const kvlab::Scores distance = kv.kv_head_scores("distances");
+    kvlab::ops::row_distance(kv.pages, former, own, distance, s);
+    const int tokens = kv.position[0];
+    const std::vector<std::int32_t> keep(static_cast<std::size_t>(kv.kv_heads()),
+                                         static_cast<std::int32_t>(std::ceil(exact_ * tokens)));
+    const auto exact = kv.list<kvlab::TokenList>("exact tokens", kv.max_length);
+    kvlab::ops::top_tokens(kv.pages, distance, kv.upload_heads("how many stay", keep.data()), nullptr, exact, s);
+    kvlab::ops::merge_rows(kv.pages, static_cast<float>(t_), exact, former, own, s);
+    edits.for_layer(kv.layer - 1);
+    edits.rewrite(rows.side, former);
+    edits.for_layer(kv.layer);
+    edits.rewrite(rows.side, own);
+  }
+
+  double start_, t_, exact_;
+  int layers_ = 0, first_ = 0;
+  kvlab::View<float, 4> former_[2];  // keys and values of a pair's first layer
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::policy<MiniCache>("minicache",
+                                      "two layers share the directions of a prompt's keys and values (Liu et al. "
+                                      "2024). Functional: it saves no bytes")
+                 .param("start", 0.5, 0, 1, "share of the layers before the first pair")
+                 .param("t", 0.6, 0, 1, "how near a pair's direction is to that of the deeper layer")
+                 .param("exact", 0.05, 0, 1,
+                        "share of the tokens, the most distant of each head, that stay as they are"))

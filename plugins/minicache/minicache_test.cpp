@@ -1,0 +1,93 @@
+#include "support/on_text.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+constexpr int prompt = 130, steps = 3;
+using Row = std::vector<double>;
+
+OnText run_with(double start, double t, double exact) {
+  return OnText(Role::policy, "minicache", {{"start", start}, {"t", t}, {"exact", exact}}, 0, prompt + steps, 16);
+}
+
+double length(const Row& x) { return std::sqrt(dot(x, x)); }
+
+// What a plain implementation makes of a token's rows of two layers, of which `a` is the former one.
+std::pair<Row, Row> merged(const Row& a, const Row& b, double t) {
+  const double cosine = dot(a, b) / length(a) / length(b), angle = std::acos(cosine);
+  Row direction;
+  for (std::size_t d = 0; d < a.size(); ++d)
+    direction.push_back(std::sin((1 - t) * angle) / std::sin(angle) * a[d] / length(a) +
+                        std::sin(t * angle) / std::sin(angle) * b[d] / length(b));
+  const double norm = length(direction);
+  std::pair<Row, Row> out;
+  for (const double x : direction)
+    out.first.push_back(x / norm * length(a)), out.second.push_back(x / norm * length(b));
+  return out;
+}
+
+const SeenRows& rows_of(const OnText& run, int layer, KvSide side) {
+  return side == KvSide::key ? run.layer(layer).keys : run.layer(layer).values;
+}
+
+}  // namespace
+
+TEST_CASE("minicache: the card's token") {
+  const auto [former, own] = merged({0, 3}, {2, 0}, .6);
+  CHECK(own[0] == Approx(1.6180).margin(1e-4));
+  CHECK(own[1] == Approx(1.1756).margin(1e-4));
+  CHECK(former[0] == Approx(2.4271).margin(1e-4));
+  CHECK(former[1] == Approx(1.7634).margin(1e-4));
+}
+
+TEST_CASE("minicache holds of real text what a plain implementation holds") {
+  const double exact = GENERATE(0.05, 0., 1.), t = GENERATE(0.6, 0.3), start = GENERATE(0.5, 0.4);
+  CAPTURE(exact, t, start);
+  OnText run = run_with(start, t, exact);
+  run.prefill(prompt);
+  for (int i = 0; i < steps; ++i) run.step();
+  const int layers = run.config().layers, first = static_cast<int>(layers * start);
+  REQUIRE(layers == 8);
+  std::size_t differ = 0, tokens = 0;
+  for (int layer = 0; layer < layers; ++layer)
+    for (int head = 0; head < run.config().kv_heads; ++head)
+      for (const KvSide side : {KvSide::key, KvSide::value}) {
+        CAPTURE(layer, head, static_cast<int>(side));
+        const auto h = static_cast<std::size_t>(head);
+        const bool second = layer >= first && (layer - first) % 2 == 1,
+                   in_pair = second || (layer >= first && layer + 1 < layers);
+        const auto& a = rows_of(run, second ? layer - 1 : layer, side).at;
+        const auto& b = rows_of(run, second || !in_pair ? layer : layer + 1, side).at;
+        std::vector<double> distance;
+        for (int i = 0; i < prompt; ++i) {
+          const auto p = static_cast<std::size_t>(i);
+          distance.push_back(std::acos(std::min(1., dot(a[p][h], b[p][h]) / length(a[p][h]) / length(b[p][h]))));
+        }
+        const auto most = best(distance, positions_to(prompt), static_cast<std::size_t>(std::ceil(exact * prompt)));
+        const std::set<int> stay(most.begin(), most.end());
+        const auto got = run.stored(side, layer, head);
+        REQUIRE(got.size() == prompt + steps);
+        for (std::size_t p = 0; p < got.size(); ++p) {
+          const Row& own = rows_of(run, layer, side).at[p][h];
+          const bool whole = !in_pair || static_cast<int>(p) >= prompt || stay.count(static_cast<int>(p));
+          const auto both = whole ? std::pair(own, own) : merged(a[p][h], b[p][h], t);
+          const Row& wanted = second ? both.second : both.first;
+          double off = 0;
+          for (std::size_t d = 0; d < wanted.size(); ++d) off = std::max(off, std::abs(double{got[p][d]} - wanted[d]));
+          ++tokens;
+          differ += !(off <= (whole ? 0 : 1e-5 * (1 + length(own))));
+        }
+      }
+  CHECK(tokens > 1000);
+  CHECK(differ == 0);
+}
+
+TEST_CASE("minicache: what it cannot obey is refused") {
+  using Catch::Contains;
+  CHECK_THROWS_WITH(run_with(1, 0.6, 0.05), Contains("got a start at layer 8 of 8, wanted two layers or more"));
+  CHECK_THROWS_WITH(run_with(0.9, 0.6, 0.05), Contains("got a start at layer 7 of 8"));
+  CHECK_THROWS_WITH(run_with(0.5, 1.1, 0.05), Contains("minicache.t: got 1.1, wanted a number from 0 to 1"));
+  CHECK_THROWS_WITH(run_with(0.5, 0.6, -0.1), Contains("minicache.exact: got -0.1"));
+}
