@@ -108,7 +108,7 @@ struct CudaStoreSurplus : CudaStoreRows {
 
 struct CudaStoreRewrite : CudaStoreRows {
   bool key = true;
-  View<const float, 4> rows;  // [row, kv_head, token, head_dim]
+  View<const float, 4> values;  // [row, kv_head, token, head_dim] keys or values
   unsigned long long edit = 0;
 };
 

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(warps * 32)
   const int row = static_cast<int>(blockIdx.x) / s.kv_heads, head = static_cast<int>(blockIdx.x) % s.kv_heads;
   const int lane = static_cast<int>(threadIdx.x) % 32, p = s.layout.page_size, dim = s.layout.head_dim;
   const Head h = head_of(s, a.slots[row], head);
-  const int n = min(*h.length, static_cast<int>(a.rows.extent[2])), step = static_cast<int>(gridDim.y) * warps;
+  const int n = min(*h.length, static_cast<int>(a.values.extent[2])), step = static_cast<int>(gridDim.y) * warps;
   for (int page = static_cast<int>(blockIdx.y) * warps + static_cast<int>(threadIdx.x) / 32; page * p < n;
        page += step) {
     const PageEntry& entry = h.table[0][page];
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(warps * 32)
     bool changed = false;
     for (int t = 0; t < tokens; ++t) {
       std::byte* to = frame + ops::row_offset(l, a.key, t);
-      const float* from = &a.rows(row, head, page * p + t, 0);
+      const float* from = &a.values(row, head, page * p + t, 0);
       for (int d = lane; d < dim; d += 32) changed |= put(to, l.dtype, d, from[d]);
     }
     if (!__any_sync(~0u, changed)) continue;

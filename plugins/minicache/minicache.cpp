@@ -2,6 +2,7 @@
 #include <kvlab/plugin.hpp>
 #include <kvlab/rewrite.hpp>
 
+#include <algorithm>
 #include <cmath>
 
 namespace {
@@ -19,11 +20,9 @@ class MiniCache final : public kvlab::Policy {
 
   void attach(const kvlab::Shape& s, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
     layers_ = s.layers;
-    first_ = static_cast<int>(s.layers * start_);
-    if (first_ + 1 >= layers_)
-      throw kvlab::Error(kvlab::Errc::config, "got a start at layer " + std::to_string(first_) + " of " +
-                                                  std::to_string(layers_) +
-                                                  ", wanted two layers or more from there on");
+    if (layers_ < 2)
+      throw kvlab::Error(kvlab::Errc::config, "got a model of one layer, wanted two or more: layers share in pairs");
+    first_ = std::min(static_cast<int>(s.layers * start_), layers_ - 2);
     const std::int64_t side = std::int64_t{s.kv_heads} * s.max_tokens * s.head_dim;
     auto* data = static_cast<float*>(w.room("rows of a layer", static_cast<std::size_t>(2 * side) * sizeof(float)));
     for (const int i : {0, 1})
@@ -74,7 +73,8 @@ class MiniCache final : public kvlab::Policy {
 KVLAB_PLUGIN(kvlab::policy<MiniCache>("minicache",
                                       "two layers share the directions of a prompt's keys and values (Liu et al. "
                                       "2024). Functional: it saves no bytes")
-                 .param("start", 0.5, 0, 1, "share of the layers before the first pair")
+                 .param("start", 0.5, 0, 1,
+                        "share of the layers before the first pair, which is at the latest the last two")
                  .param("t", 0.6, 0, 1, "how near a pair's direction is to that of the deeper layer")
                  .param("exact", 0.05, 0, 1,
                         "share of the tokens, the most distant of each head, that stay as they are"))

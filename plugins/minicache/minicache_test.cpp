@@ -43,12 +43,12 @@ TEST_CASE("minicache: the card's token") {
 }
 
 TEST_CASE("minicache holds of real text what a plain implementation holds") {
-  const double exact = GENERATE(0.05, 0., 1.), t = GENERATE(0.6, 0.3), start = GENERATE(0.5, 0.4);
+  const double exact = GENERATE(0.05, 0., 1.), t = GENERATE(0.6, 0.3), start = GENERATE(0.5, 0.4, 1.);
   CAPTURE(exact, t, start);
   OnText run = run_with(start, t, exact);
   run.prefill(prompt);
   for (int i = 0; i < steps; ++i) run.step();
-  const int layers = run.config().layers, first = static_cast<int>(layers * start);
+  const int layers = run.config().layers, first = std::min(static_cast<int>(layers * start), layers - 2);
   REQUIRE(layers == 8);
   std::size_t differ = 0, tokens = 0;
   for (int layer = 0; layer < layers; ++layer)
@@ -86,8 +86,7 @@ TEST_CASE("minicache holds of real text what a plain implementation holds") {
 
 TEST_CASE("minicache: what it cannot obey is refused") {
   using Catch::Contains;
-  CHECK_THROWS_WITH(run_with(1, 0.6, 0.05), Contains("got a start at layer 8 of 8, wanted two layers or more"));
-  CHECK_THROWS_WITH(run_with(0.9, 0.6, 0.05), Contains("got a start at layer 7 of 8"));
   CHECK_THROWS_WITH(run_with(0.5, 1.1, 0.05), Contains("minicache.t: got 1.1, wanted a number from 0 to 1"));
+  CHECK_THROWS_WITH(run_with(1.5, 0.6, 0), Contains("minicache.start: got 1.5"));
   CHECK_THROWS_WITH(run_with(0.5, 0.6, -0.1), Contains("minicache.exact: got -0.1"));
 }

@@ -1,9 +1,11 @@
-#include "ops/score/channels.hpp"
+#include <kvlab/rewrite.hpp>
 
 #include <algorithm>
 
 #include "base/device_op.hpp"
+#include "base/lanes.cuh"
 #include "base/scratch.cuh"
+#include "ops/score/channels.hpp"
 #include "ops/score/heads.cuh"
 
 namespace kvlab::ops {

@@ -1,8 +1,9 @@
-#include "ops/score/merge_rows.hpp"
+#include <kvlab/rewrite.hpp>
 
 #include "base/device_op.hpp"
 #include "base/lanes.cuh"
 #include "ops/score/heads.cuh"
+#include "ops/score/merge_rows.hpp"
 
 namespace kvlab::ops {
 namespace {
