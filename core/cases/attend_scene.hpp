@@ -54,7 +54,7 @@ struct AttendRow {
     };
     args.kv.rows = 1;
     args.kv.slots += r;
-    cut(args.queries), cut(args.out), cut(args.lse), cut(args.mass), cut(args.logits.out);
+    cut(args.queries), cut(args.out), cut(args.lse), cut(args.mass), cut(args.logits.out), cut(args.bias);
     if (a.last) args.last += r;
     if (a.pages) args.pages = &(pages = *a.pages), cut(pages.index), cut(pages.count);
     if (a.tokens) args.tokens = &(tokens = *a.tokens), cut(tokens.index), cut(tokens.count);

@@ -100,9 +100,10 @@ void check_needs(const Model& model, const Policy& policy, const EngineOptions& 
 }
 
 void check_reads(const char* callback, const Edits& edits) {
-  if (!edits.logits().empty() || !edits.made_up().empty())
-    throw Error(Errc::plugin, std::string(callback) +
-                                  ": got logits to keep or made-up tokens to read, wanted that in select() alone");
+  if (!edits.logits().empty() || !edits.made_up().empty() || !edits.biases().empty())
+    throw Error(Errc::plugin,
+                std::string(callback) +
+                    ": got logits to keep or made-up tokens to read or a bias, wanted that in select() alone");
 }
 
 // A step's attention, and a graph, would not know whether stored values change before or behind it.
@@ -606,6 +607,20 @@ Selection Engine::select(const DecodeLayer& l, Fit& fit) {
                   "select: got made-up tokens to read twice, with mass or where RoPE goes by rank, wanted them once, "
                   "without mass and in the regime original");
     read.made_up = edits.made_up().front();
+  }
+  if (!edits.biases().empty()) {
+    if (edits.biases().size() > 1 || (list && list->verb == Edit::attend) || !edits.logits().empty() ||
+        needs_.any_mass() != Mass::none)
+      throw Error(Errc::plugin,
+                  "select: got a bias on logits twice, beside a list of pages, or with mass or logits to keep, wanted "
+                  "it once, with a list of tokens or without a list");
+    read.bias = edits.biases().front();
+    const auto& extent = read.bias.extent;
+    if (extent[0] < std::ssize(*l.slots) || extent[1] != store_->shape().query_heads || extent[2] < l.room)
+      throw Error(Errc::plugin,
+                  "select: got a bias of " + std::to_string(extent[0]) + " rows, " + std::to_string(extent[1]) +
+                      " heads and " + std::to_string(extent[2]) + " tokens, wanted " + std::to_string(l.slots->size()) +
+                      ", " + std::to_string(store_->shape().query_heads) + " and at least " + std::to_string(l.room));
   }
   waiting_ = std::move(after);
   fit = apply(before, *l.slots);

@@ -344,6 +344,7 @@ void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const 
   a.pages = read.pages;
   a.tokens = read.tokens;
   a.logits = read.logits;
+  a.bias = read.bias;
   a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
   a.window = c.sliding_window;
   a.last = position_.as<std::int32_t>() + first_row;
@@ -375,9 +376,12 @@ void CudaExecutor::attend_each(const PagedKv& kv, const Selection& read, const V
     if (sums) sums.data += r * sums.stride[0], sums.extent[0] = 1;
     HeadLogits logits = read.logits;
     if (logits.out) logits.out.data += r * logits.out.stride[0], logits.out.extent[0] = 1;
-    attend_rows(one, r,
-                {read.pages ? of_row(pages) : nullptr, read.tokens ? of_row(tokens) : nullptr, logits, read.made_up},
-                sums, mass_into);
+    View<const float, 3> bias = read.bias;
+    if (bias) bias.data += r * bias.stride[0], bias.extent[0] = 1;
+    attend_rows(
+        one, r,
+        {read.pages ? of_row(pages) : nullptr, read.tokens ? of_row(tokens) : nullptr, logits, read.made_up, bias},
+        sums, mass_into);
   }
 }
 

@@ -37,8 +37,9 @@ struct PromptLayer : LayerRows {
 struct Selection {
   const PageList* pages = nullptr;
   const TokenList* tokens = nullptr;
-  HeadLogits logits;     // what it leaves of its scores
-  MadeUpTokens made_up;  // that it reads, too
+  HeadLogits logits;          // what it leaves of its scores
+  MadeUpTokens made_up;       // that it reads, too
+  View<const float, 3> bias;  // of its logits; empty = none
 };
 
 // One layer of one decode step.

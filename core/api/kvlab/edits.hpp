@@ -131,6 +131,11 @@ class Edits {
   // attention also reads these tokens, whatever else it reads. A sliding window does not hide them. Logits that it
   // keeps are of cached tokens alone. Attention of prompts never reads made-up tokens.
   void read_made_up(const MadeUpTokens& tokens) { made_up_.push_back(tokens); }
+  // Only select() may, once, and neither beside a list of pages nor with mass or logits to keep; else Errc::plugin. No
+  // edit: this step's attention adds bias(row, query head, token place) to its logits, which are natural ones. -inf =
+  // the query head does not read the token. With a list of tokens it counts for the listed ones alone. It may be
+  // scratch, and needs room for all tokens of a head. Token places are contiguous.
+  void bias_logits(View<const float, 3> bias) { biases_.push_back(bias); }
   void evict(const TokenList& tokens, Deadline when = {}) { push(Edit::evict, tokens, when); }
   void evict_rest(const TokenList& kept, Deadline when = {}) { push(Edit::evict_rest, kept, when); }
   // Finds the tokens and evicts them at once: one launch on the GPU.
@@ -195,6 +200,7 @@ class Edits {
   const std::vector<Edit>& all() const { return edits_; }
   const std::vector<HeadLogits>& logits() const { return logits_; }
   const std::vector<MadeUpTokens>& made_up() const { return made_up_; }
+  const std::vector<View<const float, 3>>& biases() const { return biases_; }
 
  private:
   Edit& push(Edit::Verb verb, const IndexList& list, Deadline when) {
@@ -211,6 +217,7 @@ class Edits {
   std::vector<Edit> edits_;
   std::vector<HeadLogits> logits_;
   std::vector<MadeUpTokens> made_up_;
+  std::vector<View<const float, 3>> biases_;
 };
 
 }  // namespace kvlab

@@ -44,6 +44,12 @@ void check(const AttendArgs& a, int group) {
         a.logits.out.stride[3] != 1 || a.logits.out.stride[2] != group)
       fail(Errc::internal, op, "got logits of another shape, wanted dense [row, i, token, query head of the group]");
   }
+  if (a.bias) {
+    if (a.pages || a.mass || a.logits.out)
+      fail(Errc::internal, op, "got a bias with a list of pages, mass or logits to keep, wanted none of these");
+    if (a.bias.extent[0] < kv.rows || a.bias.extent[1] < a.queries.extent[1] || a.bias.stride[2] != 1)
+      fail(Errc::internal, op, "got a bias of another shape, wanted [row, query head, token]");
+  }
   if (a.window > 0 && !a.last) fail(Errc::internal, op, "got a window without query positions, wanted `last`");
   if (a.pages && a.tokens) fail(Errc::internal, op, "got a list of pages and a list of tokens, wanted one of the two");
   if (const IndexList* list = a.pages ? static_cast<const IndexList*>(a.pages) : a.tokens;
@@ -82,6 +88,20 @@ bool apply_window(const AttendArgs& a, const AttendTask& task, int tokens, int g
   for (int t = 0; t < tokens; ++t) {
     any |= x.position[t] > oldest;
     for (int g = 0; x.position[t] <= oldest && g < group; ++g) x.scores[g * stride + t] = minus_infinity;
+  }
+  return any;
+}
+
+// Adds the bias to a chunk's scores. Returns whether a query head of the group reads a token.
+bool apply_bias(const AttendArgs& a, const AttendTask& task, int group, Chunk& x, std::int64_t stride) {
+  bool any = false;
+  for (int g = 0; g < group; ++g) {
+    const float* bias = &a.bias(task.row, task.head * group + g, 0);
+    float* s = x.scores.data() + g * stride;
+    for (const Piece& piece : x.pieces) {
+      const float* of_piece = bias + std::int64_t{piece.page} * a.kv.page_size + piece.begin;
+      for (int i = 0; i < piece.count; ++i, ++s) *s += of_piece[i], any |= *s != minus_infinity;
+    }
   }
   return any;
 }
@@ -146,7 +166,8 @@ void attend_chunk(const AttendArgs& a, const AttendPlan& plan, int index, int gr
   } else {
     kernels.dot(x.runs.data(), pieces, dim, q, a.queries.stride[1], group, softmax_scale, x.scores.data(), stride);
   }
-  const bool any_seen = a.window <= 0 || apply_window(a, task, tokens, group, x, stride);
+  bool any_seen = a.window <= 0 || apply_window(a, task, tokens, group, x, stride);
+  if (a.bias && any_seen) any_seen = apply_bias(a, task, group, x, stride);
   if (a.logits.out) keep_logits(a, task, x, stride);
   for (int g = 0; g < group; ++g) {
     float* s = x.scores.data() + g * stride;
@@ -232,6 +253,10 @@ void attend(const AttendArgs& a, Workspace& w, Stream s) {
   if (a.mass) check_scores(kv, a.mass, "mass", "attend", s);
   if (a.logits.out && a.logits.out.extent[2] < longest(kv))
     fail(Errc::internal, "attend", "got room for the logits of too few tokens");
+  if (a.bias && a.bias.extent[2] < longest(kv))
+    fail(Errc::internal, "attend",
+         "got a bias of " + std::to_string(a.bias.extent[2]) + " tokens, wanted at least " +
+             std::to_string(longest(kv)) + ", those of the longest head");
   thread_local AttendPlan plan_of_thread;
   AttendPlan& plan = plan_of_thread;
   plan.fill(a, group);

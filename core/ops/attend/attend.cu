@@ -61,7 +61,7 @@ static bool takes_layout(const AttendArgs& in, const PageLayout& l) {
 }
 
 bool attend_pipelined(const AttendArgs& in) {
-  return !in.tokens && in.kv.kv_heads <= max_pairs && takes_layout(in, in.kv.layouts[0]) &&
+  return !in.tokens && !in.bias && in.kv.kv_heads <= max_pairs && takes_layout(in, in.kv.layouts[0]) &&
          (!in.kv.lower_pages || (!in.pages && takes_layout(in, in.kv.layouts[1])));
 }
 

@@ -32,6 +32,10 @@ struct AttendArgs {
   // Optional, without lists and mass: [row, i, token place, query head of the group]; kvlab/kv.hpp says more. Room for
   // fewer tokens than a head holds is Errc::internal on the CPU.
   HeadLogits logits;
+  // Optional, without mass, logits and a list of pages: [row, query head, token place], added to the scaled logits.
+  // -inf = the query head does not read the token. Room for fewer tokens than a head holds is Errc::internal on the
+  // CPU; on CUDA it counts as 0 for the others.
+  View<const float, 3> bias;
 };
 
 // Splits every row into fixed chunks of pages or of listed tokens and merges their partial softmaxes in order. So the
@@ -39,8 +43,8 @@ struct AttendArgs {
 // list of all tokens equals it within rounding. A row without tokens gets out 0 and lse -inf. Bytes: K, V and positions
 // of the listed pages or tokens.
 // On the CPU a list that breaks the rules above is Errc::internal. On CUDA the host does not read lists, so nothing
-// checks them; the kernel skips listed tokens that the cache does not have. Lists of tokens always go to the general
-// kernel (ops/attend/attend.cuh), and so do lists of pages in a cache of two codecs.
+// checks them; the kernel skips listed tokens that the cache does not have. Lists of tokens and calls with a bias
+// always go to the general kernel (ops/attend/attend.cuh), and so do lists of pages in a cache of two codecs.
 void attend(const AttendArgs& a, Workspace& w, Stream s);
 void attend_reference(const AttendArgs& a);  // plain loops, double accumulation: the oracle
 

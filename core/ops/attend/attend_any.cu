@@ -72,7 +72,10 @@ __global__ void __launch_bounds__(threads, Heads > 4 ? 2 : 3) part_kernel(const 
         const float high = (odd ? s[h][3] : s[h][2]) + __shfl_xor_sync(~0u, odd ? s[h][2] : s[h][3], 1);
         const float dot = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, 2);
         const float full = a.rank ? dot : fmaf(dot, own.key_code.x, own.key_code.y * q.sum[h]);
-        score_of_own[h] = own.key >= 0 ? full : -INFINITY;
+        const bool biased = a.bias.data && own.key >= 0 && h < heads && own.place < a.bias.extent[2];
+        score_of_own[h] = own.key < 0 ? -INFINITY
+                          : biased    ? fmaf(a.bias(row, first_head + h, own.place), log2e, full)
+                                      : full;
         if (a.mass.data && own.key >= 0 && h < heads) a.mass(row, first_head + h, own.place) = full;
         if (logits && own.place >= 0 && h < heads) logits[std::int64_t{own.place} * a.group + h] = score_of_own[h];
       }
@@ -206,6 +209,7 @@ void attend_any_cuda(const AttendArgs& in, Stream s) {
   if (in.tokens) a.list = in.tokens->index, a.list_count = in.tokens->count;
   a.out = in.out, a.mass = in.mass, a.lse = in.lse, a.last = in.last, a.window = in.window;
   a.logits = in.logits;
+  a.bias = in.bias;
   a.group = heads / in.kv.kv_heads;
   a.scale = (in.softmax_scale != 0 ? in.softmax_scale : 1.f / std::sqrt(static_cast<float>(dim))) * log2e;
   a.room = static_cast<int>(in.kv.table.extent[2]) * in.kv.page_size;

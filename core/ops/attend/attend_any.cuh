@@ -35,6 +35,7 @@ struct Args {
   View<float, 3> out, mass;
   View<float, 2> lse;
   HeadLogits logits;
+  View<const float, 3> bias;
   const std::int32_t* last;
   const std::int32_t* rank;  // [row, kv_head, room], cache_relative only
   float2* softmax;           // [row, query head, part] maximum in units of log2, and sum

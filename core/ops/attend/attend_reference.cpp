@@ -51,6 +51,7 @@ void attend_query(const AttendArgs& a, const HeadContent& content, int row, int 
     for (int d = 0; d < dim; ++d)
       weight[t] += static_cast<double>(a.queries(row, query_head, d)) * keys[std::size_t(t) * dim + d];
     weight[t] *= scale;
+    if (a.bias) weight[t] += double{a.bias(row, query_head, t)};
     if (seen[t] && weight[t] > maximum) maximum = weight[t];
   }
   if (float* to = a.logits.of(row, kv.slots[row], head, tokens))
@@ -58,7 +59,7 @@ void attend_query(const AttendArgs& a, const HeadContent& content, int row, int 
       to[t * group + query_head % group] =
           seen[t] ? static_cast<float>(weight[t] * std::numbers::log2e) : -std::numeric_limits<float>::infinity();
   for (int t = 0; t < tokens; ++t) {
-    weight[t] = seen[t] ? std::exp(weight[t] - maximum) : 0;
+    weight[t] = seen[t] && maximum != -INFINITY ? std::exp(weight[t] - maximum) : 0;
     total += weight[t];
     for (int d = 0; d < dim; ++d) out[d] += weight[t] * values[std::size_t(t) * dim + d];
   }

@@ -95,6 +95,7 @@ class OnGuardedDevice final : public Policy {
     hand_over(made, edits, *from.workspace, from.slots, *from.shape);
     for (const HeadLogits& logits : made.logits()) edits.keep_logits(copy_of(logits, *from.shape));
     for (const MadeUpTokens& tokens : made.made_up()) edits.read_made_up(copy_of(tokens, *from.workspace));
+    for (const View<const float, 3>& bias : made.biases()) edits.bias_logits(copy_of(bias, *from.workspace));
     device_.reset();
   }
 
@@ -127,6 +128,15 @@ class OnGuardedDevice final : public Policy {
           std::copy_n(&from.keys(slot, head, i, 0), dim, &to.keys(slot, head, i, 0));
           std::copy_n(&from.values(slot, head, i, 0), dim, &to.values(slot, head, i, 0));
         }
+    return to;
+  }
+
+  static View<const float, 3> copy_of(const View<const float, 3>& from, Workspace& w) {
+    const GuardedDevice::Open open;
+    const auto [rows, heads, tokens] = from.extent;
+    const auto to = take_scratch<float>(w, "bias", {rows, heads, tokens});
+    for (std::int64_t row = 0; row < rows; ++row)
+      for (std::int64_t head = 0; head < heads; ++head) std::copy_n(&from(row, head, 0), tokens, &to(row, head, 0));
     return to;
   }
 
