@@ -31,8 +31,8 @@ struct KeyHashes {
   View<const float, 4> planes;  // [kv_head, head_dim, bit, table] Gaussian numbers
 };
 
-// The planes of a group of layers: [kv_head, head_dim, bit, table]. Box and Muller's transform of the uniform numbers of
-// Random(seed, group * kv_heads + kv_head), a pair for each plane element and the one after it, rounded to f32.
+// The planes of a group of layers: [kv_head, head_dim, bit, table]. Box and Muller's transform of the uniform numbers
+// of Random(seed, group * kv_heads + kv_head), a pair for each plane element and the one after it, rounded to f32.
 inline std::vector<float> hash_planes(const HashRule& rule, std::int64_t group, std::int64_t kv_heads,
                                       std::int64_t head_dim) {
   const std::int64_t count = head_dim * rule.bits * rule.tables;
@@ -40,7 +40,8 @@ inline std::vector<float> hash_planes(const HashRule& rule, std::int64_t group, 
   for (std::int64_t h = 0; h < kv_heads; ++h) {
     Random random(rule.seed, static_cast<std::uint64_t>(group * kv_heads + h));
     for (std::int64_t i = 0; i < count; i += 2) {
-      const double radius = std::sqrt(-2 * std::log(1 - random.unit())), turn = 2 * 3.14159265358979323846 * random.unit();
+      const double radius = std::sqrt(-2 * std::log(1 - random.unit())),
+                   turn = 2 * 3.14159265358979323846 * random.unit();
       planes.push_back(static_cast<float>(radius * std::cos(turn)));
       if (i + 1 < count) planes.push_back(static_cast<float>(radius * std::sin(turn)));
     }
@@ -58,7 +59,8 @@ class KeptHashes {
     static_assert(sizeof(float) == 4 && sizeof(std::int32_t) == 4);
     if (rule.bits < 1 || rule.bits > 15 || rule.tables < 1)
       throw Error(Errc::config, "got hashes of " + std::to_string(rule.bits) + " bits in " +
-                                    std::to_string(rule.tables) + " tables, wanted 1 to 15 bits and at least one table");
+                                    std::to_string(rule.tables) +
+                                    " tables, wanted 1 to 15 bits and at least one table");
     const std::int64_t tokens = s.max_tokens, heads = s.kv_heads, dim = s.head_dim, codes = tokens * rule.tables,
                        head = dim + 2 + (codes + 1) / 2, layer = heads * head,
                        slot = layer * static_cast<std::int64_t>(of_layers.size());
@@ -89,9 +91,10 @@ class KeptHashes {
   std::vector<KeyHashes> layers_;
 };
 
-// Which tokens a query samples, and what a sampled token counts as. A token is sampled if its code equals the query's in
-// at least `least` tables. That has a probability, which follows from the angle between the query and the centred key.
-// The token counts as 1 / (probability + floor) tokens, so that a sum over sampled tokens is about that of all tokens.
+// Which tokens a query samples, and what a sampled token counts as. A token is sampled if its code equals the query's
+// in at least `least` tables. That has a probability, which follows from the angle between the query and the centred
+// key. The token counts as 1 / (probability + floor) tokens, so that a sum over sampled tokens is about that of all
+// tokens.
 struct Collisions {
   int least = 2;
   float floor = 1e-4f;

@@ -28,7 +28,8 @@ void check_hashes(const PagedKv& kv, const KeyHashes& h, const char* op) {
 }
 
 // A vector's code in each table. sums: room for a number of each bit and table.
-void hash_vector(const float* x, const KeyHashes& h, std::int64_t head, std::vector<double>& sums, std::int16_t* codes) {
+void hash_vector(const float* x, const KeyHashes& h, std::int64_t head, std::vector<double>& sums,
+                 std::int16_t* codes) {
   const std::int64_t dim = h.planes.extent[1], bits = h.planes.extent[2], tables = h.planes.extent[3];
   sums.assign(static_cast<std::size_t>(bits * tables), 0.);
   for (std::int64_t d = 0; d < dim; ++d) {
@@ -155,7 +156,8 @@ void collision_weights(const PagedKv& kv, View<const float, 3> queries, const Co
   check_scores(kv, out, "weights", op, s);
   if (queries.extent[0] < kv.rows || queries.extent[1] % kv.kv_heads || queries.extent[2] != kv.head_dim ||
       queries.stride[2] != 1 || out.extent[1] != queries.extent[1])
-    fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, head_dim] with the weights' heads");
+    fail(Errc::internal, op,
+         "got queries of another shape, wanted [row, query head, head_dim] with the weights' heads");
   if (rule.least < 1 || rule.least > hashes.code.extent[3])
     fail(Errc::internal, op,
          "got " + std::to_string(rule.least) + " tables that must collide, wanted 1 to " +

@@ -1,5 +1,5 @@
-// Hashes of keys and queries on a GPU. A block hashes a tile of vectors, a thread takes tables of theirs. Sums run in the
-// order of the CPU's, in f64, and products of two f32 are exact there: codes have the same bits.
+// Hashes of keys and queries on a GPU. A block hashes a tile of vectors, a thread takes tables of theirs. Sums run in
+// the order of the CPU's, in f64, and products of two f32 are exact there: codes have the same bits.
 #include "ops/select/hashes.hpp"
 
 #include <algorithm>
@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(threads)
     keys_kernel(DeviceKv kv, int from, int to, const __grid_constant__ KeyHashes h) {
   __shared__ float x[tile][most_dim];
   const int head = blockIdx.y, row = blockIdx.z, slot = kv.kv.slots[row], dim = kv.head_dim;
-  const int first = from + static_cast<int>(blockIdx.x) * tile, count = min(tile, min(to, kv.tokens(row, head)) - first);
+  const int first = from + static_cast<int>(blockIdx.x) * tile,
+            count = min(tile, min(to, kv.tokens(row, head)) - first);
   if (count <= 0) return;
   for (int i = threadIdx.x; i < tile * dim; i += threads)
     x[i / dim][i % dim] =
@@ -140,7 +141,7 @@ void hash_keys_cuda(const PagedKv& kv, int from, int to, const KeyHashes& hashes
   mean_kernel<<<heads, threads, 0, stream_of(s)>>>(DeviceKv(kv), from, to, hashes);
   if (to > from)
     keys_kernel<<<grid_of((to - from + tile - 1) / tile, kv), threads, 0, stream_of(s)>>>(DeviceKv(kv), from, to,
-                                                                                         hashes);
+                                                                                          hashes);
   check_launch("hash_keys");
 }
 

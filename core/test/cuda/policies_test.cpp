@@ -54,10 +54,10 @@ bool left_out(const Subject& s) {
          s.label != "h2o+int8";
 }
 
-// Weights that bf16 rounds otherwise make these read other tokens: a share of the weights, clusters above a threshold,
-// tokens that are drawn by the size of their values.
-bool reads_by_rounded_weights(const Subject& s) {
-  return s.label == "twilight" || s.label == "squeezed_attention" || s.label == "subgen";
+// Numbers that bf16 rounds otherwise make these read other tokens: a share of the weights, clusters above a threshold,
+// tokens that are drawn by the size of their values, keys whose hashes collide.
+bool reads_by_rounded_numbers(const Subject& s) {
+  return s.label == "twilight" || s.label == "squeezed_attention" || s.label == "subgen" || s.label == "magicpig";
 }
 
 // How far apart the devices' logits may be. What they round differently may be another code, of a coarser step where
@@ -79,7 +79,7 @@ TEST_CASE("cuda policies: without a limit they give the CPU's logits and keep ev
     const PolicySpec spec = s.spec;
     const Run cpu = run(Device::cpu, spec, "llama-gqa3"), cuda = run(Device::cuda, spec, "llama-gqa3");
     CHECK(finite(cuda.logits));
-    if (!reads_by_rounded_weights(s)) CHECK(worst(cuda.logits, cpu.logits) < limit_of(s));
+    if (!reads_by_rounded_numbers(s)) CHECK(worst(cuda.logits, cpu.logits) < limit_of(s));
     if (s.own_amount) continue;
     CHECK(cuda.kept == cpu.kept);
     CHECK(cuda.fired == cpu.fired);

@@ -130,6 +130,7 @@ class OnText final : public EngineObserver {
  public:
   struct Layer {
     SeenRows queries, keys, values;
+    SeenRows outputs;                                 // of attention in decode steps
     std::vector<std::vector<std::vector<int>>> read;  // [decode step][KV head] pages, or places of tokens
   };
 
@@ -179,6 +180,7 @@ class OnText final : public EngineObserver {
   void prompt(const PromptLayer& l, const Store&) override { add(l.layer, l.queries, l.keys, l.values); }
   void attended(const DecodeLayer& l, const Store&) override {
     add(l.layer, l.queries, l.keys, l.values);
+    layers_[static_cast<std::size_t>(l.layer)].outputs.append(l.output);
     auto& read = layers_[static_cast<std::size_t>(l.layer)].read.emplace_back();
     for (int h = 0; l.read.pages && h < config().kv_heads; ++h) {
       read.emplace_back();
