@@ -60,7 +60,7 @@ class MagicPig final : public kvlab::Policy {
   }
 
   // The paper's logits of sampled tokens are those of centred keys. Taking the mean off all keys shifts the logits of a
-  // query by one number, which the softmax takes out again. So the cache keeps the keys as they are.
+  // query by one number, which the softmax takes out again. The cache keeps the keys as they are.
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
     if (!samples(step.layer)) return;
     const kvlab::Scores weights = step.query_head_scores("weights");

@@ -31,8 +31,8 @@ struct KeyHashes {
   View<const float, 4> planes;  // [kv_head, head_dim, bit, table] Gaussian numbers
 };
 
-// The planes of a group of layers: [kv_head, head_dim, bit, table]. Box and Muller's transform of the uniform numbers
-// of Random(seed, group * kv_heads + kv_head), a pair for each plane element and the one after it, rounded to f32.
+// The planes of a group of layers: [kv_head, head_dim, bit, table]. The uniform numbers of KV head h are those of
+// Random(seed, group * kv_heads + h). Box and Muller's transform makes two neighbours of two of them, rounded to f32.
 inline std::vector<float> hash_planes(const HashRule& rule, std::int64_t group, std::int64_t kv_heads,
                                       std::int64_t head_dim) {
   const std::int64_t count = head_dim * rule.bits * rule.tables;
@@ -91,10 +91,9 @@ class KeptHashes {
   std::vector<KeyHashes> layers_;
 };
 
-// Which tokens a query samples, and what a sampled token counts as. A token is sampled if its code equals the query's
-// in at least `least` tables. That has a probability, which follows from the angle between the query and the centred
-// key. The token counts as 1 / (probability + floor) tokens, so that a sum over sampled tokens is about that of all
-// tokens.
+// A query samples a token if their codes are equal in at least `least` tables. That has a probability, which follows
+// from the angle between the query and the centred key. A sampled token counts as 1 / (probability + floor) tokens. So
+// a sum over sampled tokens is about that over all tokens.
 struct Collisions {
   int least = 2;
   float floor = 1e-4f;
@@ -109,12 +108,13 @@ namespace ops {
 // range's keys twice, and the codes; head_dim multiplications for each bit of each table and token.
 void hash_keys(const PagedKv& kv, int from, int to, const KeyHashes& hashes, Stream s);
 
-// out[row, query head, token] = what the token counts as for the query: 0 = not sampled, 1 = not hashed, so that it
-// counts in any case. Queries are hashed as they are: their length does not matter. queries: [row, query head,
-// head_dim], contiguous along head_dim. With cosines in f64, p = 1 - acos(cosine) / pi and q = p^bits, the probability
-// is that of `least` or more successes in as many trials as there are tables, each with probability q. The cosine with
-// a vector of zeros is 0. With ops::logarithm(out, 0) this is a bias for Edits::bias_logits. Scratch: a code for each
-// query head and table. Bytes: the codes once, out, and the keys that a query head of the group samples.
+// out[row, query head, token] = what the token counts as for the query. 0 = it is not sampled. 1 = it is not hashed,
+// and counts in any case. Queries are hashed as they are: their length does not matter. queries: [row, query head,
+// head_dim], contiguous along head_dim. All is computed in f64. The bits of two vectors are the same with the
+// probability p = 1 - acos(cosine) / pi, and codes with q = p^bits. The probability of a sample is that of `least` or
+// more successes in one trial a table, each with probability q. The cosine with a vector of zeros is 0.
+// ops::logarithm(out, 0) makes a bias for Edits::bias_logits of this. Scratch: a code for each query head and table.
+// Bytes: the codes once, out, and the keys that a query head of the group samples.
 void collision_weights(const PagedKv& kv, View<const float, 3> queries, const Collisions& rule, const KeyHashes& hashes,
                        Scores out, Workspace& w, Stream s);
 
