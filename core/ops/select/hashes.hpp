@@ -4,6 +4,7 @@
 
 #ifndef KVLAB_ON_BOTH
 #ifdef __CUDACC__
+#include <cuda_runtime.h>
 #define KVLAB_ON_BOTH __host__ __device__
 #else
 #define KVLAB_ON_BOTH
