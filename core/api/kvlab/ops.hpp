@@ -59,8 +59,8 @@ void read_rows(const KvRows& rows, View<float, 4> out, Stream s);
 
 // row_dot: out[row, head, token] = vectors[row, head, :] . x for every cached key or value x, as in read_rows.
 // row_cosine: the same, divided by the lengths of both vectors; 0 if one of them is 0. Heads are KV heads or query
-// heads; a query head reads its group's KV head. Vectors are contiguous along head_dim. Bytes: that side of the layer's
-// cache, once.
+// heads; a query head reads its group's KV head. Vectors are contiguous along head_dim. A GPU may take each element of
+// a vector with an error of up to 2^-18 of it. Bytes: that side of the layer's cache, once.
 void row_dot(const KvRows& rows, View<const float, 3> vectors, Scores out, Stream s);
 void row_cosine(const KvRows& rows, View<const float, 3> vectors, Scores out, Stream s);
 
