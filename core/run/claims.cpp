@@ -89,7 +89,7 @@ ClaimSeen parse(const std::string& text) {
 enum class Lock { taken, held, gone };
 
 // Locks the open file and looks whether it still has its name: its owner removes it while it is locked.
-Lock lock(int fd, const std::string& path) {
+Lock lock_file(int fd, const std::string& path) {
   int done = 0;
   do done = ::flock(fd, LOCK_EX | LOCK_NB);
   while (done != 0 && errno == EINTR);
@@ -108,7 +108,7 @@ Lock lock(int fd, const std::string& path) {
 // remove: without locks the file would stand for a claim that nobody holds.
 Lock lock_or_remove(int fd, const std::string& path, bool remove) {
   try {
-    return lock(fd, path);
+    return lock_file(fd, path);
   } catch (const NoLocks&) {
     if (remove) ::unlink(path.c_str());
     throw;
@@ -129,7 +129,7 @@ Lock try_lock(const std::string& path, std::optional<Descriptor>& opened) {
   opened.emplace(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
   if (*opened < 0 || !is_claim(text_of(*opened))) return Lock::gone;
   try {
-    return lock(*opened, path);
+    return lock_file(*opened, path);
   } catch (const NoLocks&) {
     return Lock::gone;  // no claim holds anybody off
   }
