@@ -171,52 +171,100 @@ std::vector<PluginInfo> read_library(const fs::path& file) {
   return infos;
 }
 
-}  // namespace
-
-void try_library(const fs::path& file) {
-  const LibraryNote note = library_note(file);  // another build's constructors must not run
-  if (const auto problem = build_problem(note.abi, note.size, note.build)) refuse(file, *problem);
-  constexpr unsigned seconds = 20;
+// How a child process ended that loaded the libraries one after the other; empty if nothing ended it early.
+std::string end_of_trial(const std::vector<fs::path>& files) {
+  const unsigned seconds = 20 + static_cast<unsigned>(files.size());
   const pid_t child = fork();
-  if (child < 0) return;  // the system gives no process: load without a trial
+  if (child < 0) return {};  // the system gives no process: load without a trial
   if (child == 0) {
     const rlimit no_core{0, 0};
     setrlimit(RLIMIT_CORE, &no_core);
     for (const int fatal : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT}) signal(fatal, SIG_DFL);
     alarm(seconds);
     if (const int nowhere = ::open("/dev/null", O_WRONLY); nowhere >= 0) dup2(nowhere, 1), dup2(nowhere, 2);
-    try {
-      read_library(file);
-    } catch (...) {  // an error here is an error in the parent too
-    }
+    std::vector<std::vector<PluginInfo>> open;  // they stay loaded, as in the parent
+    for (const fs::path& file : files) try {
+        open.push_back(read_library(file));
+      } catch (...) {  // an error here is an error in the parent too
+      }
     _exit(0);
   }
   int status = 0;
   while (waitpid(child, &status, 0) < 0)
-    if (errno != EINTR) return;
-  if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
-  const std::string end = WIFSIGNALED(status) ? fmt::format("signal {}", WTERMSIG(status))
-                                              : fmt::format("exit code {}", WEXITSTATUS(status));
-  refuse(file, "got a library that ends the process when it is loaded (" + end +
-                   "), wanted one that loads; it is damaged or its constructors are: " + rebuild_hint());
+    if (errno != EINTR) return {};
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return {};
+  return WIFSIGNALED(status) ? fmt::format("signal {}", WTERMSIG(status))
+                             : fmt::format("exit code {}", WEXITSTATUS(status));
 }
 
-std::vector<PluginInfo> load_library(const fs::path& path) {
-  // Never destroyed, so that no library is closed while something of it may still be alive.
-  static auto& mutex = *new std::mutex;
-  static auto& loaded = *new std::map<fs::path, std::vector<PluginInfo>>;
-  std::error_code ec;
-  const fs::path file = fs::weakly_canonical(path, ec).empty() ? path : fs::weakly_canonical(path, ec);
-  const std::lock_guard lock(mutex);
-  if (const auto it = loaded.find(file); it != loaded.end()) return it->second;
+void refuse_other_builds(const fs::path& file) {
+  const LibraryNote note = library_note(file);  // another build's constructors must not run
+  if (const auto problem = build_problem(note.abi, note.size, note.build)) refuse(file, *problem);
+}
 
-  try_library(file);
+bool is_of_this_build(const fs::path& file) {
+  try {
+    refuse_other_builds(file);
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+// Never destroyed, so that no library is closed while something of it may still be alive.
+struct Loaded {
+  std::mutex mutex;
+  std::map<fs::path, std::vector<PluginInfo>> libraries;
+};
+Loaded& loaded() {
+  static auto& all = *new Loaded;
+  return all;
+}
+
+fs::path whole(const fs::path& path) {
+  std::error_code ec;
+  const fs::path file = fs::weakly_canonical(path, ec);
+  return file.empty() ? path : file;
+}
+
+}  // namespace
+
+void try_library(const fs::path& file) {
+  refuse_other_builds(file);
+  if (const std::string end = end_of_trial({file}); !end.empty())
+    refuse(file, "got a library that ends the process when it is loaded (" + end +
+                     "), wanted one that loads; it is damaged or its constructors are: " + rebuild_hint());
+}
+
+bool try_together(const std::vector<fs::path>& paths) {
+  const std::lock_guard lock(loaded().mutex);
+  std::vector<fs::path> files;
+  for (const fs::path& path : paths)
+    if (const fs::path file = whole(path); !loaded().libraries.contains(file) && is_of_this_build(file))
+      files.push_back(file);
+  return files.empty() || end_of_trial(files).empty();
+}
+
+namespace {
+
+std::vector<PluginInfo> load(const fs::path& path, void (*before)(const fs::path&)) {
+  const fs::path file = whole(path);
+  const std::lock_guard lock(loaded().mutex);
+  auto& libraries = loaded().libraries;
+  if (const auto it = libraries.find(file); it != libraries.end()) return it->second;
+
+  before(file);
   const std::string sha256 = content_hashes().sha256_of(file);
   std::vector<PluginInfo> infos = read_library(file);
   for (PluginInfo& info : infos) info.sha256 = sha256;
-  loaded.emplace(file, infos);
+  libraries.emplace(file, infos);
   return infos;
 }
+
+}  // namespace
+
+std::vector<PluginInfo> load_library(const fs::path& path) { return load(path, try_library); }
+std::vector<PluginInfo> load_tried_library(const fs::path& path) { return load(path, refuse_other_builds); }
 
 void* create_raw(const PluginInfo& plugin, Role wanted, const Params& params) {
   const Callee who(plugin.name, plugin.library);

@@ -28,8 +28,14 @@ struct PluginInfo : RoleDeclaration {
 // this process loads nothing.
 void try_library(const std::filesystem::path& path);
 
+// Whether one child process loads all the libraries of this build among `paths`. If it does, none of them needs
+// try_library(), whose process of its own takes milliseconds.
+bool try_together(const std::vector<std::filesystem::path>& paths);
+
 // Everything that the library at `path` registers, checked: names, pointers, parameter declarations.
 std::vector<PluginInfo> load_library(const std::filesystem::path& path);
+// The same of a library that try_together() has loaded.
+std::vector<PluginInfo> load_tried_library(const std::filesystem::path& path);
 
 // A registration as the host sees it; where = the library's path, empty for the host's own.
 PluginInfo info_of(const kvlab_role& role, const std::filesystem::path& path = {},

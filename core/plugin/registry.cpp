@@ -97,16 +97,18 @@ void Registry::load_place(const fs::path& place) {
       diagnostics_.push_back({place, missing_place + std::string("; correct KVLAB_PLUGIN_PATH")});
     return;
   }
-  if (!fs::is_directory(place, ec)) return load_file(place, place);
-  for (const fs::path& file : plugin_files(place, ec)) load_file(file, place);
+  if (!fs::is_directory(place, ec)) return load_file(place, place, false);
+  const std::vector<fs::path> files = plugin_files(place, ec);
+  const bool tried = try_together(files);
+  for (const fs::path& file : files) load_file(file, place, tried);
   if (ec)
     diagnostics_.push_back({place, "got a folder that cannot be read (" + ec.message() + "), wanted one that can"});
 }
 
-void Registry::load_file(const fs::path& file, const fs::path& place) {
+void Registry::load_file(const fs::path& file, const fs::path& place, bool tried) {
   std::vector<PluginInfo> infos;
   try {
-    infos = load_library(file);
+    infos = tried ? load_tried_library(file) : load_library(file);
   } catch (const Error& e) {
     diagnostics_.push_back({file, e.message()});
     return;

@@ -51,7 +51,7 @@ class Registry {
 
   void load();
   void load_place(const std::filesystem::path& place);
-  void load_file(const std::filesystem::path& file, const std::filesystem::path& place);
+  void load_file(const std::filesystem::path& file, const std::filesystem::path& place, bool tried);
 
   std::vector<std::filesystem::path> plugin_path_;
   bool loaded_ = false;

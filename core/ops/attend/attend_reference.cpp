@@ -6,6 +6,7 @@
 #include "ops/attend/attend.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/reference.hpp"
+#include "ops/page/row_products.hpp"
 
 namespace kvlab::ops {
 namespace {
@@ -13,14 +14,21 @@ namespace {
 // What a KV head holds. All of its query heads read it.
 struct HeadContent {
   int tokens;
-  std::vector<float> keys, values;
+  RowProducts keys;
+  std::vector<float> values;
   std::vector<std::int32_t> position;
 
   HeadContent(const PagedKv& kv, int row, int head)
-      : tokens(kv.tokens(row, head)), keys(std::size_t(tokens) * kv.head_dim), values(keys.size()), position(tokens) {
-    gather_rows_reference(kv, row, head, KvSide::key, tokens, keys.data());
-    gather_rows_reference(kv, row, head, KvSide::value, tokens, values.data());
+      : tokens(kv.tokens(row, head)),
+        keys(rows(kv, row, head, KvSide::key), kv.head_dim),
+        values(rows(kv, row, head, KvSide::value)),
+        position(tokens) {
     token_positions_reference(kv, row, head, tokens, position.data());
+  }
+  static std::vector<float> rows(const PagedKv& kv, int row, int head, KvSide side) {
+    std::vector<float> out(std::size_t(kv.tokens(row, head)) * kv.head_dim);
+    gather_rows_reference(kv, row, head, side, kv.tokens(row, head), out.data());
+    return out;
   }
 };
 
@@ -45,11 +53,10 @@ void attend_query(const AttendArgs& a, const HeadContent& content, int row, int 
     for (int t = 0; t < tokens; ++t)
       if (position[t] <= a.last[row] - a.window) seen[t] = 0;
 
-  std::vector<double> weight(tokens, 0), out(dim, 0);
+  std::vector<double> weight = keys.with([&](std::size_t d) { return double{a.queries(row, query_head, d)}; });
+  std::vector<double> out(dim, 0);
   double maximum = -std::numeric_limits<double>::infinity(), total = 0;
   for (int t = 0; t < tokens; ++t) {
-    for (int d = 0; d < dim; ++d)
-      weight[t] += static_cast<double>(a.queries(row, query_head, d)) * keys[std::size_t(t) * dim + d];
     weight[t] *= scale;
     if (a.bias) weight[t] += double{a.bias(row, query_head, t)};
     if (seen[t] && weight[t] > maximum) maximum = weight[t];

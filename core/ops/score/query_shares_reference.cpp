@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ops/page/reference.hpp"
+#include "ops/page/row_products.hpp"
 
 namespace kvlab::ops {
 namespace {
@@ -42,6 +43,7 @@ void query_shares_reference(const View<const float, 4>& q, const PagedKv& kv, co
       std::vector<std::int32_t> position(n);
       gather_rows_reference(kv, r, h, KvSide::key, kv.tokens(r, h), keys.data());
       token_positions_reference(kv, r, h, kv.tokens(r, h), position.data());
+      const RowProducts products(keys, kv.head_dim);
       Row all(n);
       for (int i = 0; i < window; ++i) {
         const auto sees = [&](std::size_t t) {
@@ -52,13 +54,12 @@ void query_shares_reference(const View<const float, 4>& q, const PagedKv& kv, co
         for (std::size_t t = 0; t < n; ++t) seen += sees(t);
         for (int g = 0; g < group; ++g) {
           Row x(n, -std::numeric_limits<double>::infinity());
+          const Row product = products.with([&](std::size_t d) {
+            return double{q(how.of_slots ? kv.slots[r] : r, h * group + g, i, static_cast<std::int64_t>(d))};
+          });
           for (std::size_t t = 0; t < n; ++t) {
             if (!sees(t)) continue;
-            double dot = 0;
-            for (std::size_t d = 0; d < dim; ++d)
-              dot += double{q(how.of_slots ? kv.slots[r] : r, h * group + g, i, static_cast<std::int64_t>(d))} *
-                     double{keys[t * dim + d]};
-            x[t] = dot / std::sqrt(static_cast<double>(dim));
+            x[t] = product[t] / std::sqrt(static_cast<double>(dim));
             if (how.noise) {
               const std::uint64_t key = how.noise[(r * group + g) * window + i];
               const std::uint64_t draw =

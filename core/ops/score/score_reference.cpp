@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "ops/page/reference.hpp"
+#include "ops/page/row_products.hpp"
 #include "ops/score/reference.hpp"
 
 namespace kvlab::ops {
@@ -142,14 +143,12 @@ void window_votes_reference(const View<const float, 4>& q, const std::int32_t* s
                             const Heads& heads, int newest) {
   const int group = static_cast<int>(q.extent[1]) / kv.kv_heads, window = static_cast<int>(q.extent[2]);
   const auto vote = [&](int r, int h) {
-    const auto keys = rows_of(kv, r, h, KvSide::key);
+    const RowProducts keys(rows_of(kv, r, h, KvSide::key), kv.head_dim);
     const auto position = positions_of(kv, r, h);
     const auto shares_of = [&](int head, int i) {
-      Row s(position.size());
-      for (std::size_t t = 0; t < s.size(); ++t) {
-        for (int d = 0; d < kv.head_dim; ++d) s[t] += double{q(r, head, i, d)} * keys[t * kv.head_dim + d];
+      Row s = keys.with([&](std::size_t d) { return double{q(r, head, i, static_cast<std::int64_t>(d))}; });
+      for (std::size_t t = 0; t < s.size(); ++t)
         s[t] = !seen || position[t] <= seen[r] - window + i ? s[t] / std::sqrt(double(kv.head_dim)) : -infinity;
-      }
       Row shares = softmax(s);
       for (std::size_t t = 0; newest > 0 && t < s.size(); ++t)
         if (position[t] <= seen[r] - window + i - newest) shares[t] = 0;

@@ -2,6 +2,7 @@
 #include <catch2/catch.hpp>
 
 #include <functional>
+#include <map>
 
 #include "base/backend.hpp"
 #include "cases/quick.hpp"
@@ -15,6 +16,13 @@
 using namespace kvlab;
 
 namespace {
+
+std::shared_ptr<const Model> model_named(const std::string& name) {
+  static auto& known = *new std::map<std::string, std::shared_ptr<const Model>>;
+  auto& model = known[name];
+  if (!model) model = load_model(*open_model(name, "", "."), DType::bf16, name, Device::cuda);
+  return model;
+}
 
 // Two engines over one model. The observer of the second one prevents graphs.
 struct Pair {
@@ -46,7 +54,7 @@ struct Pair {
   template <class Make>
   Pair(const PolicySpec& spec, const Make& policy, int max_tokens = 96, std::int64_t frames = 0,
        const char* name = "synthetic/tiny", const Change& change = {})
-      : model(load_model(*open_model(name, "", "."), DType::bf16, name, Device::cuda)),
+      : model(model_named(name)),
         graphs(model, policy(), changed(options(spec, max_tokens, frames), true, change)),
         eager(model, policy(), changed(options(spec, max_tokens), false, change)) {
     eager.observe(&nobody);

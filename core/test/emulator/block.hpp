@@ -14,9 +14,9 @@ struct Block;
 struct Warp;
 
 struct Fiber {
+  Place place;
   Warp* warp = nullptr;
   unsigned thread = 0;
-  Place place;
   std::byte* stack = nullptr;
   bool usable = false;  // waits at the end of a kernel for the next one
 };
@@ -28,6 +28,7 @@ struct Warp {
   int met = 0;
   const char* what = nullptr;  // the operation that lanes have come to
   bool listed = false, backwards = false;
+  Fiber fibers[32];  // of its lanes: by value, as they take turns all the time
   alignas(64) std::byte in[32 * most_bytes_of_lane], out[32 * most_bytes_of_lane];
 };
 
@@ -65,7 +66,6 @@ struct Block {
   bool active = false, any = false, any_before = false, waited = false;
   dim3 index;
   unsigned threads = 0, done = 0, at_barrier = 0;
-  std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<std::unique_ptr<Warp>> warps;
   std::vector<std::uint32_t> waiting_at_barrier;  // [warp], a bit per lane
 
@@ -73,6 +73,8 @@ struct Block {
   std::unique_ptr<std::byte[]> room;
   std::size_t dynamic = 0, dynamic_bytes = 0, static_bytes = 0;
   std::vector<std::pair<int, std::size_t>> statics;  // id and place; a kernel has few
+
+  Fiber& fiber(unsigned thread) const { return warps[thread / 32]->fibers[thread % 32]; }
 
   std::unordered_map<unsigned, Barrier> barriers;
   std::vector<Copy> copies;

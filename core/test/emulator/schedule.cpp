@@ -10,6 +10,7 @@
 namespace emulator {
 
 Now now;
+std::byte* parts = nullptr;
 
 namespace {
 
@@ -37,21 +38,20 @@ bool failed = false;
 int waits = 0;  // for other blocks, since the latest block began
 unsigned seed = 1;
 
-void resume(Fiber& f, Place& from) {
+inline void resume(Fiber& f, Place& from) {
   current = &f;
   now.thread.x = f.thread;
   go(from, f.place);
 }
 
-int first_lane(const Warp& warp) {
+inline int first_lane(const Warp& warp) {
   return warp.backwards ? 31 - std::countl_zero(warp.ready) : std::countr_zero(warp.ready);
 }
-Fiber& lane_fiber(const Warp& warp, int lane) { return *warp.block->fibers[warp.first + static_cast<unsigned>(lane)]; }
 // The warp's next lane that can run.
-Fiber& take_lane(Warp& warp) {
+inline Fiber& take_lane(Warp& warp) {
   const int lane = first_lane(warp);
   warp.ready &= ~(1u << lane);
-  return lane_fiber(warp, lane);
+  return warp.fibers[lane];
 }
 
 void finish(Fiber& f) {
@@ -84,11 +84,10 @@ void start(Block& b, dim3 index) {
   b.any = b.waited = false;
   start_memory(b, launch->shared);
   const std::size_t warps = (b.threads + 31) / 32;
-  while (b.fibers.size() < b.threads) b.fibers.push_back(std::make_unique<Fiber>());
   while (b.warps.size() < warps) b.warps.push_back(std::make_unique<Warp>());
   b.waiting_at_barrier.assign(warps, 0);
   for (unsigned t = 0; t < b.threads; ++t) {
-    Fiber& f = *b.fibers[t];
+    Fiber& f = b.fiber(t);
     f.warp = b.warps[t / 32].get();
     f.thread = t;
     if (!f.usable) create(f);
@@ -112,8 +111,10 @@ std::string place(const Block& b) {
 [[noreturn]] void stop(const std::string& message, std::deque<Block>& blocks) {
   for (Block& b : blocks) {
     b.active = false;
-    for (auto& f : b.fibers) f->usable = false;
-    for (auto& w : b.warps) w->listed = false, w->ready = 0;
+    for (auto& w : b.warps) {
+      w->listed = false, w->ready = 0;
+      for (Fiber& f : w->fibers) f.usable = false;
+    }
   }
   runnable.clear();
   failed = false;
@@ -145,7 +146,7 @@ void end(Block& b) {
          place(b));
   if (launch->early && !b.waited) fail("got no wait for the kernel in front in " + place(b));
   for (unsigned t = 0; t < b.threads; ++t)
-    if (std::memcmp(b.fibers[t]->stack, stack_mark.data(), stack_mark_bytes) != 0)
+    if (std::memcmp(b.fiber(t).stack, stack_mark.data(), stack_mark_bytes) != 0)
       fail("got a thread that needs more stack than the emulator has in " + place(b));
   check_memory(b);
   b.active = false;
@@ -186,7 +187,7 @@ void leave() {
   if (!warp.ready) return go(self.place, scheduler);
   Fiber& next = take_lane(warp);
   // Another stack is seldom in the cache. The lane after the next one asks for its stack now.
-  if (warp.ready) prefetch(lane_fiber(warp, first_lane(warp)).place);
+  if (warp.ready) prefetch(warp.fibers[first_lane(warp)].place);
   resume(next, self.place);
 }
 
@@ -202,7 +203,7 @@ void wait_for_others() {
   go(current->place, scheduler);
 }
 
-void* bring(std::size_t bytes) { return current->warp->in + bytes * (current->thread % 32); }
+void* bring(std::size_t bytes) { return parts + bytes * (now.thread.x % 32); }
 
 const void* meet(const char* what, unsigned mask, Combine combine) {
   Warp& warp = *current->warp;
@@ -283,6 +284,7 @@ void run(const Launch& l, const std::function<void()>& thread) {
       Warp& warp = *runnable[chosen];
       Block& b = *warp.block;
       now.block = b.index;
+      parts = warp.in;
       resume(take_lane(warp), scheduler);
       current = nullptr;
       if (failed) stop(failure, blocks);
