@@ -61,10 +61,8 @@ void check_wide_votes(Place& place, Check& check, CodecSide keys) {
       std::mt19937 rng(seed++);
       const int lengths[] = {400, 130, 0, 1};
       for (int i = 0; i < 4; ++i) cache.fill_random(i / 2, i % 2, lengths[i], rng);
-      std::normal_distribution<float> normal;
       const int heads = o.kv_heads * group;
-      std::vector<float> q(static_cast<std::size_t>(o.rows * heads * window * dim));
-      for (float& x : q) x = normal(rng);
+      const std::vector<float> q = normals(std::int64_t{o.rows} * heads * window * dim, seed);
       const auto queries = View<const float, 4>::dense(q.data(), {o.rows, heads, window, dim});
       const Ints seen = {400, 1};
       const PagedKv there = place.put(cache.view(), cache.arena_bytes());
@@ -173,7 +171,6 @@ void check_pages(const PageCase& c, Device device, Check& check) {
   Place place(device);
   const DType dtype = c.dtype == DType::f16 && device == Device::cpu ? DType::bf16 : c.dtype;  // the CPU reads no f16
   std::mt19937 rng(c.seed);
-  std::normal_distribution<float> normal;
   const int most = *std::max_element(c.pages.begin(), c.pages.end()) + 1, heads = c.kv_heads * c.group;
   Ints length, slots, budget;
   for (int r = 0; r < c.rows; ++r) slots.push_back(c.rows - 1 - r);
@@ -196,8 +193,9 @@ void check_pages(const PageCase& c, Device device, Check& check) {
   std::vector<float> wide(static_cast<std::size_t>(count));
   const std::int64_t page_bytes = width * size + c.summary_gap;
   std::vector<std::byte> stored(static_cast<std::size_t>(count / width * page_bytes), std::byte{0xff});
+  const std::vector<float> numbers = normals(count, c.seed);
   for (std::int64_t i = 0; i < count; ++i) {
-    float x = normal(rng);
+    float x = numbers[static_cast<std::size_t>(i)];
     if (c.ties) x = i % width ? 0 : std::round(x);
     if (c.kind != Summary::mean) x = i % width < c.dim ? -std::abs(x) : std::abs(x);
     if (c.nans && i / width % 3 == 0) x = NAN;
@@ -207,8 +205,7 @@ void check_pages(const PageCase& c, Device device, Check& check) {
   const auto summaries = [&](DType of, const std::byte* data, std::int64_t page) {
     return Summaries{c.kind, of, data, c.kv_heads * most * page, most * page, page};
   };
-  std::vector<float> q(static_cast<std::size_t>(c.rows * heads * (c.dim + c.query_gap)));
-  for (float& x : q) x = normal(rng);
+  const std::vector<float> q = normals(std::int64_t{c.rows} * heads * (c.dim + c.query_gap), c.seed + 1);
   const auto wide_queries = View<const float, 3>::dense(q.data(), {c.rows, heads, c.dim + c.query_gap});
   const auto narrow = [&](View<const float, 3> all) {
     all.extent[2] = c.dim;

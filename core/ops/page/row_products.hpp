@@ -20,17 +20,24 @@ class RowProducts {
   template <class Query>
   std::vector<double> with(const Query& query) const {
     std::vector<double> sums(rows_);
-    for (std::size_t d = 0; d < components_; ++d) {
-      const double x = query(d);
-      const float* const y = by_component_.data() + d * rows_;
-      for (std::size_t row = 0; row < rows_; ++row) sums[row] += x * double{y[row]};
+    std::size_t d = 0;
+    for (; d + 4 <= components_; d += 4) {
+      const double q[] = {query(d), query(d + 1), query(d + 2), query(d + 3)};
+      const double* const y = by_component_.data() + d * rows_;
+      for (std::size_t row = 0; row < rows_; ++row)
+        sums[row] = sums[row] + q[0] * y[row] + q[1] * y[row + rows_] + q[2] * y[row + 2 * rows_] +
+                    q[3] * y[row + 3 * rows_];
+    }
+    for (; d < components_; ++d) {
+      const double q = query(d);
+      for (std::size_t row = 0; row < rows_; ++row) sums[row] += q * by_component_[d * rows_ + row];
     }
     return sums;
   }
 
  private:
   std::size_t rows_, components_;
-  std::vector<float> by_component_;  // [component, row]
+  std::vector<double> by_component_;  // [component, row]
 };
 
 }  // namespace kvlab::ops

@@ -67,8 +67,8 @@ void expected_query_reference(const View<float, 3>& moments, const std::int32_t*
       const double divisor = from.count() > 0 ? from.count() : 1;
       std::vector<std::vector<double>> half_way(dim, std::vector<double>(dim));
       for (int d = 0; d < dim; ++d)
-        for (int e = 0; e < dim; ++e)
-          for (int i = 0; i < dim; ++i) half_way[d][e] += turn[d][i] * from.product(i, e) / divisor;
+        for (int i = 0; i < dim; ++i)
+          for (int e = 0; e < dim; ++e) half_way[d][e] += turn[d][i] * from.product(i, e) / divisor;
       for (int d = 0; d < dim; ++d) {
         double sum = 0;
         for (int i = 0; i < dim; ++i) sum += turn[d][i] * from.mean(i);

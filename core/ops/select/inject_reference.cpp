@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <set>
+#include <vector>
 
 #include "ops/select/inject.hpp"
 
@@ -42,24 +43,30 @@ void inject_pages_reference(const InjectArgs& a) {
       const auto shared = [&] {
         return std::count_if(drawn.begin(), drawn.end(), [&](int p) { return old.count(p); });
       };
-      // Returns the undrawn page of the greatest key among the old pages or the others; -1 = none.
-      const auto next = [&](bool of_old) {
+      std::vector<bool> held;
+      for (int page = 0; page < pages; ++page) held.push_back(pinned(a, page, tokens, pages));
+      // Draws the undrawn page of the greatest key among the old pages or the others. False: there is none.
+      const auto draw = [&](bool of_old) {
         int best = -1;
         for (int page = 0; page < pages; ++page)
-          if (!pinned(a, page, tokens, pages) && !drawn.count(page) && (old.count(page) > 0) == of_old &&
+          if (!held[static_cast<std::size_t>(page)] && !drawn.count(page) && (old.count(page) > 0) == of_old &&
               (best < 0 || inject_key(stream, static_cast<std::uint32_t>(page)) >
                                inject_key(stream, static_cast<std::uint32_t>(best))))
             best = page;
-        return best;
+        if (best >= 0) drawn.insert(best);
+        return best >= 0;
       };
       if (a.recorded.first ? list < 0 : step == 0) {
         drawn = chosen;
       } else {
         for (const int page : chosen)
-          if (pinned(a, page, tokens, pages)) drawn.insert(page);
-        while (size(drawn) < n && shared() < kept && next(true) >= 0) drawn.insert(next(true));
-        while (size(drawn) < n && next(false) >= 0) drawn.insert(next(false));
-        while (size(drawn) < n && next(true) >= 0) drawn.insert(next(true));
+          if (held[static_cast<std::size_t>(page)]) drawn.insert(page);
+        while (size(drawn) < n && shared() < kept && draw(true)) {
+        }
+        while (size(drawn) < n && draw(false)) {
+        }
+        while (size(drawn) < n && draw(true)) {
+        }
       }
       std::fill(state + inject_header, state + a.state.extent[2], 0u);
       int i = 0;

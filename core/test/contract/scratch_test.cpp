@@ -10,7 +10,7 @@ namespace {
 
 // One sequence that fills its memory: the cap is for as many tokens as it may hold. A budget of more than half of the
 // prompt lets a method keep all tokens of half the heads.
-constexpr int most_tokens = 1024, steps = 3, limit = 640;
+const int most_tokens = quick() ? 512 : 1024, steps = 3, limit = most_tokens * 5 / 8;
 
 // Every scorer with every split, and what else the suite runs.
 std::vector<PolicySpec> specs() {

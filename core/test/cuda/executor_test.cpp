@@ -135,6 +135,7 @@ TEST_CASE("cuda executor: keys by their place give transformers' logits while no
       const std::size_t prompt = t.ids.size() - 6;
       for (const RopeRegime rope : {RopeRegime::cache_relative, RopeRegime::re_rotate})
         for (const int chunk : {0, 13}) {
+          if (cases::quick() && dtype == DType::f16 && chunk == 0) continue;
           CAPTURE(variant, name_of(dtype), static_cast<int>(rope), chunk);
           CHECK(worst(run(t, Device::cuda, prompt, chunk, rope), t.logits.data() + (prompt - 1) * t.vocab, t.vocab) <
                 (dtype == DType::f16 ? 0.005 : 0.04));

@@ -3,24 +3,44 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "base/scratch.cuh"
 #include "ops/linear/linear.cuh"
 
 namespace kvlab::ops {
 namespace {
 
+// Each sum is in the order of k. Rows of x go on together, which takes a fraction of the time.
 template <class T, class Y>
 void multiply(const LinearArgs& a, Y* y, std::int64_t y_stride) {
+  constexpr std::int64_t together = 16;
   const T *weight = static_cast<const T*>(a.weight), *x = static_cast<const T*>(a.x);
   const std::int64_t weight_stride = a.weight_stride ? a.weight_stride : a.k;
+  const std::int64_t groups = (a.m + together - 1) / together;
+  std::vector<float> rows(static_cast<std::size_t>(groups * a.k * together));  // [group, k, row]
   for (std::int64_t row = 0; row < a.m; ++row)
-    for (std::int64_t output = 0; output < a.n; ++output) {
-      float sum = 0;
-      for (std::int64_t i = 0; i < a.k; ++i)
-        sum += static_cast<float>(weight[output * weight_stride + i]) * static_cast<float>(x[row * a.x_stride + i]);
-      Y& to = y[row * y_stride + output];
-      to = a.add ? Y(static_cast<float>(to) + sum) : Y(sum);
+    for (std::int64_t i = 0; i < a.k; ++i)
+      rows[static_cast<std::size_t>((row / together * a.k + i) * together + row % together)] =
+          static_cast<float>(x[row * a.x_stride + i]);
+  std::vector<float> w(static_cast<std::size_t>(a.k));
+  for (std::int64_t output = 0; output < a.n; ++output) {
+    for (std::int64_t i = 0; i < a.k; ++i)
+      w[static_cast<std::size_t>(i)] = static_cast<float>(weight[output * weight_stride + i]);
+    const float* by = rows.data();
+    for (std::int64_t first = 0; first < a.m; first += together) {
+      float sums[together] = {};
+      for (const float of : w) {
+        for (std::int64_t r = 0; r < together; ++r) sums[r] += of * by[r];
+        by += together;
+      }
+      for (std::int64_t r = 0; r < std::min(together, a.m - first); ++r) {
+        Y& to = y[(first + r) * y_stride + output];
+        to = a.add ? Y(static_cast<float>(to) + sums[r]) : Y(sums[r]);
+      }
     }
+  }
 }
 
 template <class T>

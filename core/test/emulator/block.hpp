@@ -19,6 +19,7 @@ struct Fiber {
   unsigned thread = 0;
   std::byte* stack = nullptr;
   bool usable = false;  // waits at the end of a kernel for the next one
+  bool fresh = false;   // has not run since its block began
 };
 
 struct Warp {

@@ -4,13 +4,14 @@
 #include <cstdlib>
 #include <deque>
 #include <kvlab/error.hpp>
+#include <utility>
 
 #include "block.hpp"
 
 namespace emulator {
 
 Now now;
-std::byte* parts = nullptr;
+std::byte* parts = nullptr;  // of the lanes of the warp that runs
 
 namespace {
 
@@ -40,6 +41,7 @@ unsigned seed = 1;
 
 inline void resume(Fiber& f, Place& from) {
   current = &f;
+  f.fresh = false;
   now.thread.x = f.thread;
   go(from, f.place);
 }
@@ -54,18 +56,26 @@ inline Fiber& take_lane(Warp& warp) {
   return warp.fibers[lane];
 }
 
-void finish(Fiber& f) {
-  Block& b = *f.warp->block;
-  ++b.done;
+// The thread has ended. If the next one has not begun, it takes over this stack, which is in the cache, and leaves its
+// own.
+void finish() {
+  Fiber& f = *current;
+  Warp& warp = *f.warp;
+  ++warp.block->done;
   f.usable = true;
-  leave();
+  if (!places_move || !warp.ready || !warp.fibers[first_lane(warp)].fresh) return leave();
+  Fiber& next = take_lane(warp);
+  std::swap(f.place, next.place);
+  std::swap(f.stack, next.stack);
+  next.fresh = false;
+  current = &next;
+  now.thread.x = next.thread;
 }
 
 void entry() {
-  Fiber* const self = current;
   for (;;) {
     (*body)();
-    finish(*self);
+    finish();
   }
 }
 
@@ -92,6 +102,7 @@ void start(Block& b, dim3 index) {
     f.thread = t;
     if (!f.usable) create(f);
     f.usable = false;
+    f.fresh = true;
   }
   for (unsigned w = 0; w < warps; ++w) {
     Warp& warp = *b.warps[w];

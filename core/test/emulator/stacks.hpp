@@ -11,8 +11,10 @@ namespace emulator {
 // Where a stack was left. On x86-64 the stack itself holds the registers.
 #ifdef __x86_64__
 using Place = void*;
+constexpr bool places_move = true;
 #else
 using Place = ucontext_t;
+constexpr bool places_move = false;  // one may point into itself
 #endif
 
 // Leaves the running stack, whose place goes to `from`, and goes on at `to`.
