@@ -155,21 +155,27 @@ void write_token_reference(std::byte* frame, const PageLayout& l, int offset, co
 void read_row_reference(const std::byte* frame, const PageLayout& l, KvSide side, int offset, float* out) {
   const std::byte* data = frame + (side == KvSide::key ? l.k : l.v);
   const std::byte* meta = frame + (side == KvSide::key ? l.k_meta : l.v_meta);
+  const std::int64_t first = std::int64_t{offset} * l.head_dim;
+  const CodecSide of = side_of(l, side);
+  const bool channel = of.axis == CodeAxis::channel;
+  const int group = of.group ? of.group : channel ? l.page_size : l.head_dim;
+  const std::byte* row = data + first * of.bits / 8;
+  std::int64_t known = -1;  // the group of scale and zero
+  float scale = 0, zero = 0;
   for (int d = 0; d < l.head_dim; ++d) {
-    const std::int64_t at = std::int64_t{offset} * l.head_dim + d;
-    if (const CodecSide of = side_of(l, side); of.bits) {
-      const bool channel = of.axis == CodeAxis::channel;
-      const int group = of.group ? of.group : channel ? l.page_size : l.head_dim;
-      const std::int64_t number = channel ? std::int64_t{offset / group} * l.head_dim + d : at / group;
-      const float scale = half_to_float(load<std::uint16_t>(meta, 2 * number));
-      const float zero = half_to_float(load<std::uint16_t>(meta, 2 * number + 1));
-      const std::byte* row = data + std::int64_t{offset} * l.head_dim * of.bits / 8;
-      out[d] = static_cast<float>(code_value(of, stored_code(row, of.bits, d))) * scale + zero;
-    } else {
-      out[d] = l.dtype == DType::f32   ? load<float>(data, at)
-               : l.dtype == DType::f16 ? half_to_float(load<std::uint16_t>(data, at))
-                                       : static_cast<float>(load<bf16>(data, at));
+    if (!of.bits) {
+      out[d] = l.dtype == DType::f32   ? load<float>(data, first + d)
+               : l.dtype == DType::f16 ? half_to_float(load<std::uint16_t>(data, first + d))
+                                       : static_cast<float>(load<bf16>(data, first + d));
+      continue;
     }
+    const std::int64_t number = channel ? std::int64_t{offset / group} * l.head_dim + d : (first + d) / group;
+    if (number != known) {
+      scale = half_to_float(load<std::uint16_t>(meta, 2 * number));
+      zero = half_to_float(load<std::uint16_t>(meta, 2 * number + 1));
+      known = number;
+    }
+    out[d] = static_cast<float>(code_value(of, stored_code(row, of.bits, d))) * scale + zero;
   }
 }
 

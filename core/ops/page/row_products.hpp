@@ -25,8 +25,8 @@ class RowProducts {
       const double q[] = {query(d), query(d + 1), query(d + 2), query(d + 3)};
       const double* const y = by_component_.data() + d * rows_;
       for (std::size_t row = 0; row < rows_; ++row)
-        sums[row] = sums[row] + q[0] * y[row] + q[1] * y[row + rows_] + q[2] * y[row + 2 * rows_] +
-                    q[3] * y[row + 3 * rows_];
+        sums[row] =
+            sums[row] + q[0] * y[row] + q[1] * y[row + rows_] + q[2] * y[row + 2 * rows_] + q[3] * y[row + 3 * rows_];
     }
     for (; d < components_; ++d) {
       const double q = query(d);

@@ -43,15 +43,17 @@ void inject_pages_reference(const InjectArgs& a) {
       const auto shared = [&] {
         return std::count_if(drawn.begin(), drawn.end(), [&](int p) { return old.count(p); });
       };
-      std::vector<bool> held;
-      for (int page = 0; page < pages; ++page) held.push_back(pinned(a, page, tokens, pages));
+      std::vector<bool> held, was_old;
+      for (int page = 0; page < pages; ++page)
+        held.push_back(pinned(a, page, tokens, pages)), was_old.push_back(old.count(page) > 0);
       // Draws the undrawn page of the greatest key among the old pages or the others. False: there is none.
       const auto draw = [&](bool of_old) {
         int best = -1;
         for (int page = 0; page < pages; ++page)
-          if (!held[static_cast<std::size_t>(page)] && !drawn.count(page) && (old.count(page) > 0) == of_old &&
+          if (!held[static_cast<std::size_t>(page)] && was_old[static_cast<std::size_t>(page)] == of_old &&
               (best < 0 || inject_key(stream, static_cast<std::uint32_t>(page)) >
-                               inject_key(stream, static_cast<std::uint32_t>(best))))
+                               inject_key(stream, static_cast<std::uint32_t>(best))) &&
+              !drawn.count(page))
             best = page;
         if (best >= 0) drawn.insert(best);
         return best >= 0;

@@ -167,11 +167,11 @@ TEST_CASE("cuda serving: ragged requests in little memory have the texts that th
 TEST_CASE("cuda serving: a sequence whose pages are under way sits steps out, and the others go on") {
   const auto m = model();
   const LateEvents late;
-  const auto requests = quick() ? ragged(8, m->config.vocab, 16) : ragged(24, m->config.vocab);
   const PolicySpec paused =
       test::policy_of("{flexicache: {unstable_heads: false, pause: true, rerank_every: 4, budget: {tokens: 24}}}", 8);
   for (const Spill spill : {Spill::always, Spill::pressure}) {
     CAPTURE(static_cast<int>(spill));
+    const auto requests = ragged(quick() ? 8 : 24, m->config.vocab, quick() && spill == Spill::always ? 16 : 32);
     EngineOptions o = options(1, 16);
     o.budget = paused.budget;
     o.spill = spill;

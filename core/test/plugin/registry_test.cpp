@@ -60,6 +60,20 @@ TEST_CASE("a broken library does not stop its neighbours and is named when it is
   CHECK_THROWS_WITH(registry.require(Role::task, "good"), Catch::Contains("'good' is a budget"));
 }
 
+TEST_CASE("a library that ends the process is refused, and its neighbours load") {
+  const Folder folder("crashing");
+  for (const char* name : {"libcrashing.so", "libgood.so", "libold_abi.so"}) folder.take(name);
+  const auto file = [&](const char* name) { return folder.path / name; };
+  CHECK(try_together({file("libold_abi.so"), file("libgood.so"), file("libabsent.so")}));
+  CHECK_FALSE(try_together({file("libgood.so"), file("libcrashing.so")}));
+  Registry registry({folder.path});
+  CHECK(registry.require(Role::budget, "good").library == fs::canonical(file("libgood.so")));
+  std::string said;
+  for (const Diagnostic& d : registry.diagnostics())
+    if (d.path == file("libcrashing.so")) said = d.message;
+  CHECK_THAT(said, Catch::Contains("ends the process when it is loaded (signal 6)"));
+}
+
 TEST_CASE("an earlier place wins") {
   const Folder first("first"), second("second");
   first.take("libgood.so");
