@@ -1,5 +1,5 @@
-// Products of queries with the rows of a head, for plain versions of ops: sums of doubles in the order of the
-// components, as of a loop over one row. All rows go on together, which takes a fraction of the time.
+// Products of queries with the rows of a head, for plain versions of ops. A sum of doubles is in the order of the
+// components, as in a loop over one row. All rows go on together, which takes a fraction of the time.
 #pragma once
 #include <vector>
 
