@@ -14,7 +14,7 @@ import kvlab_results as kr
 LABELS = {
     "simulated": "times or transfers are computed, not measured",
     "injected": "the selection follows a recorded or made-up trace, not this model's attention",
-    "functional": "stored values are changed as the method would change them; bytes and times are those of the full-width cache",
+    "functional": "stored values are changed as the method would change them; bytes and times are those of the full-width cache and of what the method keeps beside it",
     "oracle": "knows what no method can know in time, never timed",
     "legacy": "keeps one cache per query head as the original code does",
     "synthetic": "random weights: times and bytes count, scores and fidelity say nothing",

@@ -34,7 +34,7 @@ void check_listed_rows(OnCache& x) {
         if (bits > 0 && !has_same_rows(x)) continue;
         x.same<3>(
             fmt::format("listed_row_dot of {} heads, {} bits", heads, bits),
-            Guarded<3>({rows, heads, x.c.room()}).view(), Tolerance{}.rows,
+            Guarded<3>({rows, heads, x.c.room()}).view(), Tolerance{}.rows(x.kv, x.stream()),
             [&](Scores out) {
               ops::listed_row_dot({&x.there, KvSide::key}, vectors_there, there, bits, out, x.stream());
             },

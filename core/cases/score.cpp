@@ -284,7 +284,8 @@ void check_rows(OnCache& x) {
       for (std::int64_t d = 0; d < dim; ++d) vectors.own()(0, 0, d) *= rows > 1 ? 0.f : 1.f;
       const auto vectors_there = vectors.put();
       x.same<3>(
-          "row_dot", scores.view(), Tolerance{}.rows, [&](Scores out) { ops::row_dot(there, vectors_there, out, s); },
+          "row_dot", scores.view(), Tolerance{}.rows(x.kv, s),
+          [&](Scores out) { ops::row_dot(there, vectors_there, out, s); },
           [&](Scores out) { ops::row_dot_reference(plain, vectors.view(), false, out); });
       x.same<3>(
           "row_cosine", scores.view(), 1e-5, [&](Scores out) { ops::row_cosine(there, vectors_there, out, s); },
@@ -299,7 +300,7 @@ void check_rows(OnCache& x) {
     Numbers<3> vectors(x, {rows, many, dim});
     const auto vectors_there = vectors.put();
     x.same<3>(
-        "row_dot of many vectors", Guarded<3>({rows, many, room}).view(), Tolerance{}.rows,
+        "row_dot of many vectors", Guarded<3>({rows, many, room}).view(), Tolerance{}.rows(x.kv, s),
         [&](Scores out) { ops::row_dot(there, vectors_there, out, s); },
         [&](Scores out) { ops::row_dot_reference(plain, vectors.view(), false, out); });
   }

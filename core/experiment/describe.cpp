@@ -222,7 +222,9 @@ std::string needs_text(const PluginInfo& plugin) {
     if (n.own_amount()) rows.push_back({"budget", "none: it decides by itself how much it keeps"});
     if (n.oracle()) rows.push_back({"oracle", "it knows what no method can know in time, so its cells have no times"});
     if (n.functional())
-      rows.push_back({"functional", "it changes stored values; bytes and times are those of the full-width cache"});
+      rows.push_back({"functional",
+                      "it changes stored values; bytes and times are those of the full-width cache and of what the "
+                      "method keeps beside it"});
     if (n.future_mass())
       rows.push_back({"future", "the attention of a run of the full cache on the same prompts, which comes first"});
     if (n.all_layers()) rows.push_back({"layers", "all at once, after a step"});

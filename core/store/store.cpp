@@ -43,6 +43,7 @@ void check_functional(const StoreOptions& o) {
   };
   if (!o.functional) return;
   if (o.rope != RopeRegime::original) refuse("another RoPE regime, wanted original");
+  if (o.archive) refuse("Needs::archive, wanted one of the two: archived copies would be stale");
   for (const CodecSpec& c : o.codecs)
     if (c.k.bits || c.v.bits) refuse("a codec that stores codes, wanted keys and values in the run's dtype");
 }

@@ -14,12 +14,13 @@ namespace {
 std::vector<int> layers_of(const std::string& text) {
   std::vector<int> layers;
   for (const char *at = text.data(), *const end = at + text.size(); at != end;) {
+    while (at != end && *at == ' ') ++at;
     int layer = -1;
     const auto read = std::from_chars(at, end, layer);
     const bool last = read.ptr == end;
     if (read.ec != std::errc() || layer < 0 || !(last || (*read.ptr == ',' && read.ptr + 1 != end)))
       throw kvlab::Error(kvlab::Errc::config,
-                         "got dense_layers '" + text + "', wanted numbers from 0 on such as '0,16', or ''");
+                         "got full_layers '" + text + "', wanted numbers from 0 on such as '0,16', or ''");
     layers.push_back(layer);
     at = last ? end : read.ptr + 1;
   }
@@ -33,23 +34,23 @@ class MagicPig final : public kvlab::Policy {
         collisions_{.least = p.get<int>("collisions")},
         sinks_(p.get<int>("sinks")),
         window_(p.get<int>("window")),
-        dense_(layers_of(p.get<std::string>("dense_layers"))),
+        full_(layers_of(p.get<std::string>("full_layers"))),
         corrects_(p.get<bool>("correction")) {}
 
-  kvlab::Needs needs() const override { return kvlab::Needs{}.own_amount(true).scratch_numbers(8).capturable(true); }
+  kvlab::Needs needs() const override { return kvlab::Needs{}.own_amount(true).capturable(true); }
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
     if (collisions_.least > rule_.tables)
       throw kvlab::Error(kvlab::Errc::config, "got collisions " + std::to_string(collisions_.least) +
                                                   ", wanted at most " + std::to_string(rule_.tables) + ", the tables");
     samples_.assign(static_cast<std::size_t>(shape.layers), rule_.bits > 0);
-    for (const int layer : dense_)  // those of a deeper model count for nothing
+    for (const int layer : full_)  // those of a deeper model count for nothing
       if (layer < shape.layers) samples_[static_cast<std::size_t>(layer)] = false;
     std::vector<int> hashed;
     for (int layer = 0; layer < shape.layers; ++layer)
       if (samples(layer)) hashed.push_back(layer);
     if (rule_.bits > 0 && hashed.empty())
-      throw kvlab::Error(kvlab::Errc::config, "got dense_layers that are all " + std::to_string(shape.layers) +
+      throw kvlab::Error(kvlab::Errc::config, "got full_layers that are all " + std::to_string(shape.layers) +
                                                   " layers, wanted at least one layer that samples");
     if (!hashed.empty()) hashes_ = kvlab::KeptHashes("hashes", shape, rule_, hashed, w);
   }
@@ -80,7 +81,7 @@ class MagicPig final : public kvlab::Policy {
   kvlab::HashRule rule_;
   kvlab::Collisions collisions_;
   int sinks_, window_;
-  std::vector<int> dense_;
+  std::vector<int> full_;
   bool corrects_;
   std::vector<bool> samples_;
   kvlab::KeptHashes hashes_;
@@ -90,13 +91,13 @@ class MagicPig final : public kvlab::Policy {
 
 KVLAB_PLUGIN(kvlab::policy<MagicPig>("magicpig",
                                      "query heads sample keys of the prompt by collisions of hashes, and attention "
-                                     "corrects for their chances (Chen et al. 2025). Every token stays on the device")
+                                     "corrects for their chances (Chen et al. 2024). Every token stays on the device")
                  .param("bits", 10, 0, 15, "of a table's code, the paper's K; 0 = every layer attends to everything")
-                 .param("tables", 150, 1, kvlab::any, "of codes, the paper's L. Each costs 2 bytes a token and KV head")
-                 .param("collisions", 2, 1, kvlab::any, "tables whose codes must be the query's, at most all of them")
+                 .param("tables", 150, 1, 4096, "of codes, the paper's L. Each costs 2 bytes a token and KV head")
+                 .param("collisions", 2, 1, 64, "tables whose codes must be the query's, at most all of them")
                  .param("sinks", 4, 0, kvlab::any, "first tokens, which are read in any case")
                  .param("window", 64, 1, kvlab::any,
                         "newest tokens of the prompt, which are read in any case, as all are that come after them")
-                 .param("dense_layers", std::string("0,16"), "layers that attend to everything, from 0 on; '' = none")
+                 .param("full_layers", std::string("0,16"), "layers that attend to everything, from 0 on; '' = none")
                  .param("seed", 0, 0, kvlab::any, "of the planes that hash keys and queries")
                  .component("correction", "off = sampled tokens count as they are, whatever their chance was"))

@@ -189,7 +189,7 @@ TEST_CASE("magicpig samples on real text what a plain implementation samples, an
               {"tables", std::int64_t{tables}},
               {"sinks", std::int64_t{sinks}},
               {"window", std::int64_t{window}},
-              {"dense_layers", std::string("1,40")},
+              {"full_layers", std::string("1,40")},
               {"seed", std::int64_t{seed}},
               {"correction", corrects}},
              0, prompt + steps, 8);
@@ -274,10 +274,14 @@ TEST_CASE("magicpig: no bits and short prompts are full attention, and what it c
   CHECK_THROWS_WITH(with("bits", std::int64_t{16}), Catch::Contains("bits"));
   CHECK_THROWS_WITH(with("tables", std::int64_t{0}), Catch::Contains("tables"));
   CHECK_THROWS_WITH(with("window", std::int64_t{0}), Catch::Contains("window"));
-  CHECK_THROWS_WITH(with("collisions", std::int64_t{151}), Catch::Contains("got collisions 151, wanted at most 150"));
+  CHECK_THROWS_WITH(with("tables", std::int64_t{5000}), Catch::Contains("tables"));
+  CHECK_THROWS_WITH(with("collisions", std::int64_t{65}), Catch::Contains("collisions"));
+  CHECK_THROWS_WITH(
+      OnText(Role::policy, "magicpig", {{"collisions", std::int64_t{51}}, {"tables", std::int64_t{50}}}, 0, 64, 8),
+      Catch::Contains("got collisions 51, wanted at most 50"));
   for (const char* text : {"0,,2", "-1", "1,", "a", "0;16"})
-    CHECK_THROWS_WITH(with("dense_layers", std::string(text)), Catch::Contains("got dense_layers"));
-  CHECK_THROWS_WITH(with("dense_layers", std::string("0,1,2,3,4,5,6,7,8,9,10,11,12")),
+    CHECK_THROWS_WITH(with("full_layers", std::string(text)), Catch::Contains("got full_layers"));
+  CHECK_THROWS_WITH(with("full_layers", std::string("0,1,2,3,4,5,6,7,8,9,10,11,12")),
                     Catch::Contains("wanted at least one layer that samples"));
   CHECK_THROWS_WITH(OnText(Role::policy, "magicpig", {}, 32, 64, 8), Catch::Contains("got a budget for a policy"));
 }

@@ -60,13 +60,12 @@ class RazorAttention final : public kvlab::Policy {
   kvlab::Surplus growing(const kvlab::LayerKv& kv) const {
     std::vector<std::int32_t> keep;
     const auto first = marks_.begin() + std::ptrdiff_t{kv.layer} * kv.kv_heads();
-    for (int row = 0; row < kv.rows(); ++row)
+    for (int row = 0; row < kv.rows(); ++row) {
+      const std::int64_t window = std::max(window_, static_cast<int>(share_ * kv.position[row]));
+      const std::int64_t streaming = std::min<std::int64_t>(kvlab::StreamingHeads::everything, sinks_ + window);
       for (int head = 0; head < kv.kv_heads(); ++head)
-        keep.push_back(
-            first[head] ? kvlab::StreamingHeads::everything
-                        : static_cast<std::int32_t>(std::min<std::int64_t>(
-                              kvlab::StreamingHeads::everything,
-                              std::int64_t{sinks_} + std::max(window_, static_cast<int>(share_ * kv.position[row])))));
+        keep.push_back(first[head] ? kvlab::StreamingHeads::everything : static_cast<std::int32_t>(streaming));
+    }
     const std::vector<kvlab::Pins> pins(static_cast<std::size_t>(kv.rows()), {.first = sinks_});
     return {.keep = kv.upload_heads("tokens to keep", keep.data()), .pins = kv.upload("pins", pins.data())};
   }

@@ -37,7 +37,7 @@ class Think final : public kvlab::Policy {
 
 KVLAB_PLUGIN(kvlab::policy<Think>("think",
                                   "channels of a prompt's keys become zeros, those with the least product with its "
-                                  "last queries (Xu et al. 2025). Functional: it saves no bytes")
+                                  "last queries (Xu et al. 2024). Functional: it saves no bytes")
                  .param("ratio", 0.4, 0, 1, "share of the channels of each KV head that become zeros, below 1")
                  .param("window", 32, 1, 4096, "the prompt's last queries that choose channels")
                  .param("recent", 32, 0, kvlab::any, "newest keys of a prompt that keep all channels"))

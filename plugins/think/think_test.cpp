@@ -12,8 +12,8 @@ OnText run_with(double ratio, int window, int recent, int tokens = prompt + step
                 {{"ratio", ratio}, {"window", std::int64_t{window}}, {"recent", std::int64_t{recent}}}, 0, tokens, 16);
 }
 
-// The channels that a plain implementation takes away: the least of mean q^2 over the last queries and the group, times
-// mean k^2 over all keys of the prompt.
+// The channels that a plain implementation takes away. They have the least mean q^2 over the last queries and the
+// group, times mean k^2 over all keys of the prompt.
 std::set<std::size_t> lost(const OnText& run, int layer, int head, int n, int window, double ratio) {
   const auto& seen = run.layer(layer);
   const auto h = static_cast<std::size_t>(head), group = static_cast<std::size_t>(run.group());
@@ -83,7 +83,7 @@ TEST_CASE("think: the number of channels is rounded down, and a prompt of recent
   CHECK(zeros(0.4, 0, 1) == dim * 4 / 10);
 }
 
-TEST_CASE("think: its cache is as large as the full one, and the edit counts") {
+TEST_CASE("think: its cache is as large as the full one") {
   OnText run = run_with(0.4, 32, 32);
   run.prefill(prompt);
   OnText whole = run_with(0, 32, 32);

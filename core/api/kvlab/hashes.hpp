@@ -111,8 +111,8 @@ void hash_keys(const PagedKv& kv, int from, int to, const KeyHashes& hashes, Str
 // out[row, query head, token] = what the token counts as for the query. 0 = it is not sampled. 1 = it is not hashed,
 // and counts in any case. Queries are hashed as they are: their length does not matter. queries: [row, query head,
 // head_dim], contiguous along head_dim. All is computed in f64. The bits of two vectors are the same with the
-// probability p = 1 - acos(cosine) / pi, and codes with q = p^bits. The probability of a sample is that of `least` or
-// more successes in one trial a table, each with probability q. The cosine with a vector of zeros is 0.
+// probability p = 1 - acos(cosine) / pi, and codes with q = p^bits. A token is sampled if `least` or more
+// tables succeed, each with probability q. The cosine with a vector of zeros is 0.
 // ops::logarithm(out, 0) makes a bias for Edits::bias_logits of this. Scratch: a code for each query head and table.
 // Bytes: the codes once, out, and the keys that a query head of the group samples.
 void collision_weights(const PagedKv& kv, View<const float, 3> queries, const Collisions& rule, const KeyHashes& hashes,

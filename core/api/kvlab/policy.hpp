@@ -97,8 +97,9 @@ class Needs {
   // Policy::finish_prompt.
   Needs& finish_prompt(bool yes) { return finish_prompt_ = yes, *this; }
   // The policy changes stored keys or values (Edits::rewrite), as a method's own format would. Bytes and times stay
-  // those of the full-width cache. Its rows carry the label `functional`. A callback gets scratch for the keys and
-  // values of a sequence's layer, too. Other regimes than RopeRegime::original, and codes, are Errc::unsupported.
+  // those of the full-width cache and of what the method keeps beside it. Its rows carry the label `functional`. A
+  // callback gets scratch for the keys and values of a sequence's layer, too. Other regimes than RopeRegime::original,
+  // codes and archives are Errc::unsupported.
   Needs& functional(bool yes) { return functional_ = yes, *this; }
   // The arrays of a profile file, which the experiment names. They come through load_profile.
   Needs& profile(bool yes) { return profile_ = yes, *this; }

@@ -18,10 +18,11 @@ KVLAB_ON_BOTH inline double collision_probability(double cosine, int bits, int t
   constexpr double pi = 3.14159265358979323846;
   const double clamped = cosine > 1 ? 1 : cosine < -1 ? -1 : cosine, same_bit = 1 - acos(clamped) / pi;
   const double same = pow(same_bit, bits);
-  double fewer = 0, ways = 1;  // ways to choose i tables
+  if (same >= 1) return 1;
+  double fewer = 0, exactly = pow(1 - same, tables);  // i tables do
   for (int i = 0; i < least; ++i) {
-    fewer += ways * pow(same, i) * pow(1 - same, tables - i);
-    ways = ways * (tables - i) / (i + 1);
+    fewer += exactly;
+    exactly *= same / (1 - same) * (tables - i) / (i + 1);
   }
   return fewer < 1 ? 1 - fewer : 0;
 }

@@ -60,8 +60,9 @@ class KeepsAll final : public ForwardingPolicy {
 // regime: how far codes are from exact tokens is not the method's concern.
 void check_like_full(const Subject& s, const Play& p, const std::vector<int>& prompt, const std::vector<int>& answer,
                      const Logits& got, const Logits& full, DType dtype) {
-  if (p.policy->needs().functional()) {  // it changes values of the shortest prompt, too
+  if (p.policy->needs().functional()) {  // what a prompt leaves changes, its own attention does not
     CHECK(finite(got));
+    if (exact(p)) CHECK(same({got[0]}, {full[0]}));
     return;
   }
   if (s.spec.codec && (s.spec.scorer || s.spec.selector)) {

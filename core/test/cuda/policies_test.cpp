@@ -65,8 +65,8 @@ bool left_out(const Subject& s) {
          s.label != "h2o+int8";
 }
 
-// Numbers that bf16 rounds otherwise make these read other tokens: a share of the weights, clusters above a threshold,
-// tokens that are drawn by the size of their values, keys whose hashes collide.
+// Numbers that bf16 rounds otherwise make these read other tokens. They choose a share of the weights, clusters above a
+// threshold, tokens that are drawn by the size of their values, or keys whose hashes collide.
 bool reads_by_rounded_numbers(const Subject& s) {
   return s.label == "twilight" || s.label == "squeezed_attention" || s.label == "subgen" || s.label == "magicpig";
 }

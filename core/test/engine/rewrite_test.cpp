@@ -41,7 +41,7 @@ struct Negator final : Policy {
   When when;
 };
 
-// Keys of layer 1, head 1, after a prompt of 20 tokens, and the prompt's logits.
+// Keys of layer 1, head 1, after a prompt of 20 tokens. Logits of the prompt and of the step behind it.
 struct Played {
   explicit Played(const std::shared_ptr<Policy>& policy, int chunk = 0) {
     static const std::shared_ptr<const Model> model =
@@ -61,10 +61,11 @@ struct Played {
     keys.resize(20 * static_cast<std::size_t>(model->config.head_dim));
     ops::gather_rows(engine.store().view(1, slots), 0, 1, KvSide::key, 20, keys.data());
     fired = engine.fired();
+    of_prompt = logits;
     fit = engine.step(slots, {&token, 1}, out);
     REQUIRE(fit == Fit::ok);
   }
-  std::vector<float> keys, logits;
+  std::vector<float> keys, of_prompt, logits;
   std::int64_t fired = 0;
 };
 
@@ -84,6 +85,7 @@ TEST_CASE("keys that a policy rewrites at the prompt's end are what the store ho
       for (std::size_t i = 0; i < plain.keys.size(); ++i) CHECK(negated.keys[i] == Approx(-plain.keys[i]).margin(1e-4));
       CHECK(negated.fired > 0);
       CHECK(negated.logits != plain.logits);
+      if (chunk == 0) CHECK(negated.of_prompt == plain.of_prompt);
     }
 }
 

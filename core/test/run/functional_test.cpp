@@ -45,7 +45,3 @@ TEST_CASE("a cap on device memory leaves a functional policy the scratch that it
     CHECK(result.summary.status == "ok");
   }
 }
-
-TEST_CASE("a functional policy goes with no codec of codes") {
-  CHECK_THROWS_WITH(test::policy_of("{think: {codec: int8}}", 16), Catch::Contains("codec"));
-}

@@ -192,8 +192,8 @@ class Subjects {
   // and window. These then cover the suite's short prompts, or it leaves them whole. One that reads pages of an amount
   // of its own leaves some out.
   static PluginUse use(const PluginInfo& p, std::map<std::string, ParamValue> given = {}) {
-    if (const ParamSpec* dense = find_param(p, "dense_layers"))  // a number of first layers, or a list
-      given["dense_layers"] = dense->kind == ParamKind::text ? ParamValue(std::string()) : ParamValue(std::int64_t{0});
+    if (find_param(p, "dense_layers")) given["dense_layers"] = std::int64_t{0};
+    if (find_param(p, "full_layers")) given["full_layers"] = std::string();
     if (p.role == Role::policy || (p.role == Role::scorer && pins_many(p)))
       for (const char* name : {"sinks", "window"})
         if (find_param(p, name)) given[name] = std::int64_t{6};

@@ -108,6 +108,8 @@ TEST_CASE("chances of collisions by hand") {
   CHECK(ops::collision_probability(-1 - 1e-9, 10, 150, 2) == 0);
   CHECK(ops::collision_probability(0, 1, 3, 3) == Approx(.125));
   CHECK(ops::collision_probability(0, 1, 3, 1) == Approx(.875));
+  CHECK(ops::collision_probability(0, 1, 1000, 480) ==
+        Approx(0.9026168).epsilon(1e-6));  // a sum of binomial coefficients
 }
 
 TEST_CASE("planes of hashes are Gaussian, and of each head, group of layers and seed their own") {
