@@ -95,7 +95,7 @@ class OnGuardedDevice final : public Policy {
     hand_over(made, edits, *from.workspace, from.slots, *from.shape);
     for (const HeadLogits& logits : made.logits()) edits.keep_logits(copy_of(logits, *from.shape));
     for (const MadeUpTokens& tokens : made.made_up()) edits.read_made_up(copy_of(tokens, *from.workspace));
-    for (const View<const float, 3>& bias : made.biases()) edits.bias_logits(copy_of(bias, *from.workspace));
+    for (const View<const float, 3>& bias : made.biases()) edits.bias_logits(copy_of_bias(bias, *from.workspace));
     device_.reset();
   }
 
@@ -131,7 +131,7 @@ class OnGuardedDevice final : public Policy {
     return to;
   }
 
-  static View<const float, 3> copy_of(const View<const float, 3>& from, Workspace& w) {
+  static View<const float, 3> copy_of_bias(const View<const float, 3>& from, Workspace& w) {
     const GuardedDevice::Open open;
     const auto [rows, heads, tokens] = from.extent;
     const auto to = take_scratch<float>(w, "bias", {rows, heads, tokens});
