@@ -232,7 +232,7 @@ TEST_CASE("magicpig samples on real text what a plain implementation samples, an
               if (corrects) weight = 1 / (chance_of(cosine(q, keys[at]), bits, tables) + 1e-4);
             }
             read[at] = true;
-            // As the paper has it, with centred keys throughout.
+            // The paper centres all keys, so this does.
             const double share = weight * std::exp(dot(q, keys[at]) / std::sqrt(static_cast<double>(dim)));
             sum += share;
             for (std::size_t d = 0; d < out.size(); ++d)

@@ -2,11 +2,7 @@
 #pragma once
 #include <cmath>
 
-#ifdef __CUDACC__
-#define KVLAB_ON_BOTH __host__ __device__
-#else
-#define KVLAB_ON_BOTH
-#endif
+#include "base/on_both.hpp"
 
 namespace kvlab::ops {
 

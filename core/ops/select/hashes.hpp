@@ -2,14 +2,7 @@
 #pragma once
 #include <kvlab/hashes.hpp>
 
-#ifndef KVLAB_ON_BOTH
-#ifdef __CUDACC__
-#include <cuda_runtime.h>
-#define KVLAB_ON_BOTH __host__ __device__
-#else
-#define KVLAB_ON_BOTH
-#endif
-#endif
+#include "base/on_both.hpp"
 
 namespace kvlab::ops {
 

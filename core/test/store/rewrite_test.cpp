@@ -165,6 +165,10 @@ TEST_CASE("a rewrite needs the declaration, rows of the whole shape, and pages w
   StoreOptions by_rank = f.options;
   by_rank.rope = RopeRegime::cache_relative;
   CHECK_THAT(refused(by_rank), Catch::Contains("got Needs::functional with another RoPE regime, wanted original"));
+  StoreOptions archiving = f.options;
+  archiving.summary = Summary::none;
+  archiving.archive = true;
+  CHECK_THAT(refused(archiving), Catch::Contains("got Needs::functional with Needs::archive"));
 
   CpuStore store(f.options);
   const int slot = store.open();
