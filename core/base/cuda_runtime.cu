@@ -337,7 +337,13 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     *state += ": kvlab's kernels are built for sm_90 (H100, H200)";
     return false;
   }
-  std::snprintf(table->device_name, sizeof table->device_name, "%s", p.name);
+#ifdef KVLAB_CUDA_QUICK
+  constexpr const char* built = " (kernels compiled quickly: times say nothing)";
+#else
+  constexpr const char* built = "";
+#endif
+  *state += built;
+  std::snprintf(table->device_name, sizeof table->device_name, "%s%s", p.name, built);
   CudaRuntime& r = table->runtime;
   r.allocate = allocate;
   r.free = [](void* x) { check(cudaFree(x), "cudaFree"); };

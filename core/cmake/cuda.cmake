@@ -1,6 +1,7 @@
 # Builds libkvlab_cuda.so from every .cu of core, where there is a CUDA toolkit that can. core never links to it:
 # base/backend.hpp loads it.
 set(KVLAB_CUDA AUTO CACHE STRING "build libkvlab_cuda.so: AUTO (where a CUDA toolkit can), ON, OFF")
+option(KVLAB_CUDA_QUICK "compile kernels in a fifth of the time, for machines that never run them: they are slow" OFF)
 set(KVLAB_CUDA_OLDEST 12.5)  # cudaGetDriverEntryPointByVersion
 if(KVLAB_CUDA STREQUAL "OFF" OR KVLAB_SANITIZE OR KVLAB_FUZZ)
   message(STATUS "no CUDA: the CPU part builds alone")
@@ -82,6 +83,10 @@ target_compile_options(kvlab_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 
   $<$<BOOL:${KVLAB_WERROR}>:-Werror=all-warnings>>)
 if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)
   target_compile_options(kvlab_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)  # a tenth of the size
+endif()
+if(KVLAB_CUDA_QUICK AND CUDAToolkit_VERSION VERSION_GREATER_EQUAL 13.0)
+  target_compile_options(kvlab_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--Ofast-compile=mid>)
+  target_compile_definitions(kvlab_cuda PRIVATE KVLAB_CUDA_QUICK)
 endif()
 target_link_libraries(kvlab_cuda PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS})
 

@@ -60,8 +60,19 @@ static bool takes_layout(const AttendArgs& in, const PageLayout& l) {
          (kv.rope != RopeRegime::cache_relative || dim % 64 == 0);
 }
 
+static bool takes_tokens(const AttendArgs& in) {
+  const PagedKv& kv = in.kv;
+  const PageLayout& l = kv.layouts[0];
+  const int dim = kv.head_dim;
+  return !l.codec.k.bits && !l.codec.v.bits && l.dtype != DType::f32 && (dim == 64 || dim == 128 || dim == 256) &&
+         static_cast<int>(in.queries.extent[1]) / kv.kv_heads <= 16 && kv.rope != RopeRegime::cache_relative &&
+         !kv.lower_pages && !in.mass && !in.logits.out;
+}
+
 bool attend_pipelined(const AttendArgs& in) {
-  return !in.tokens && !in.bias && in.kv.kv_heads <= max_pairs && takes_layout(in, in.kv.layouts[0]) &&
+  if (in.kv.kv_heads > max_pairs) return false;
+  if (in.tokens) return takes_tokens(in);
+  return !in.bias && takes_layout(in, in.kv.layouts[0]) &&
          (!in.kv.lower_pages || (!in.pages && takes_layout(in, in.kv.layouts[1])));
 }
 
@@ -80,7 +91,7 @@ Args decode::args_of(const AttendArgs& in, const PageLayout& l, Stream s) {
   a.out_row = in.out.stride[0], a.out_head = in.out.stride[1];
   a.wide = reinterpret_cast<std::uintptr_t>(in.out.data) % 16 == 0 && a.out_row % 4 == 0 && a.out_head % 4 == 0;
   a.base = kv.base;
-  a.positions = l.positions;
+  a.keys = l.k, a.positions = l.positions;
   a.kv_heads = kv.kv_heads;
   a.pair_of = PairOf(kv.kv_heads);
   a.group = static_cast<int>(in.queries.extent[1]) / kv.kv_heads;
@@ -123,7 +134,7 @@ static void attend_part(const AttendArgs& in, const MassShares* shares, const Pa
   const bool codes = l.codec.k.bits != 0;
   Args a = decode::args_of(in, l, s);
   a.part = part;
-  const CUtensorMap* map = codes ? nullptr : &decode::map_of_units(kv, a);
+  const CUtensorMap* map = codes || in.tokens ? nullptr : &decode::map_of_units(kv, a);
   const bool turn = kv.rope == RopeRegime::cache_relative;
   const std::int32_t* ranks = turn ? token_ranks(DeviceKv(kv), s.handle()) : nullptr;
   if (turn) a.inv_freq = kv.rope_table.inv_freq, a.turn_scale = kv.rope_table.attention_scale;
@@ -144,17 +155,21 @@ static void attend_part(const AttendArgs& in, const MassShares* shares, const Pa
       a.logits = in.logits, a.logits.out.data += begin * in.logits.out.stride[0];
       a.logits_at_once = logits_at_once(in.logits);
     }
-    if (in.pages) {
-      const PageList& list = *in.pages;
+    if (in.pages || in.tokens) {
+      const IndexList& list = in.pages ? static_cast<const IndexList&>(*in.pages) : *in.tokens;
       a.list = list.index.data + begin * list.index.stride[0];
       a.list_row = list.index.stride[0], a.list_head = list.index.stride[1];
       a.list_count = list.count.data + begin * list.count.stride[0];
       a.count_row = list.count.stride[0], a.count_head = list.count.stride[1];
+      a.list_room = static_cast<int>(list.index.extent[2]);
     }
+    if (in.bias) a.bias = in.bias, a.bias.data += begin * in.bias.stride[0];
     if (lower) {
       decode::launch_both(a, l, *lower, stream);
     } else if (codes) {
       decode::launch_codes(a, l, stream);
+    } else if (in.tokens) {
+      decode::launch_listed(a, dim, a.half, stream);
     } else if (turn) {
       a.rank = ranks + std::int64_t{begin} * kv.kv_heads * a.rank_room;
       decode::launch_turned(a, dim, a.half, *map, stream);

@@ -43,8 +43,8 @@ struct AttendArgs {
 // list of all tokens equals it within rounding. A row without tokens gets out 0 and lse -inf. Bytes: K, V and positions
 // of the listed pages or tokens.
 // On the CPU a list that breaks the rules above is Errc::internal. On CUDA the host does not read lists, so nothing
-// checks them; the kernel skips listed tokens that the cache does not have. Lists of tokens and calls with a bias
-// always go to the general kernel (ops/attend/attend.cuh), and so do lists of pages in a cache of two codecs.
+// checks them; the kernel skips listed tokens that the cache does not have. ops/attend/attend.cuh says what goes to the
+// pipelined kernel and what to the general one. Lists of pages in a cache of two codecs go to the latter.
 void attend(const AttendArgs& a, Workspace& w, Stream s);
 void attend_reference(const AttendArgs& a);  // plain loops, double accumulation: the oracle
 

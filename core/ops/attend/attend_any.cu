@@ -1,6 +1,6 @@
-// Attention of decode steps for lists of tokens and for every cache that the pipelined kernel refuses: any codec,
-// regime, page size and head_dim. The tokens of a (row, KV head) are cut into parts of fixed size, whatever the device.
-// A block of four warps serves up to 8 query heads of a part's group; a warp takes batches of 32 tokens
+// Attention of decode steps for everything that the pipelined kernel refuses: any codec, regime, page size and
+// head_dim, with or without a list. The tokens of a (row, KV head) are cut into parts of fixed size, whatever the
+// device. A block of four warps serves up to 8 query heads of a part's group; a warp takes batches of 32 tokens
 // (attend_any.cuh). A second kernel merges the parts in their order.
 #include "ops/attend/attend_any.cuh"
 

@@ -66,7 +66,7 @@ template <int Page, int PageBytes>
 struct CodePages {
   using Element = EitherHalf;
   static constexpr int column_tiles = 1, unit = 32, halves = unit / unit_tokens, warps = 8;
-  static constexpr bool turned = false;
+  static constexpr bool turned = false, listed = false;
   static constexpr int unit_rows = 0;  // no page has several units
   // What is copied of a page, and its room. Swizzled copies begin at multiples of 1024.
   static constexpr int page_bytes = PageBytes, page_room = (page_bytes + 1023) / 1024 * 1024;

@@ -139,6 +139,93 @@ struct LaneShares {
   }
 };
 
+// Adds the biases of a lane's two query heads of each column tile. place: -1 = none.
+template <int ColumnTiles, int TileRows>
+__device__ __forceinline__ void add_bias(const Args& a, int row, int first_head, int group, int q,
+                                         const int (&place)[TileRows], float (&s)[ColumnTiles][2 * TileRows]) {
+  if (!a.bias.data) return;
+#pragma unroll
+  for (int c = 0; c < ColumnTiles; ++c)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int head = c * 8 + 2 * q + h;
+      if (head >= group) continue;
+#pragma unroll
+      for (int r = 0; r < TileRows; ++r)
+        if (static_cast<unsigned>(place[r]) < static_cast<unsigned>(a.bias.extent[2]))
+          s[c][2 * r + h] = fmaf(a.bias(row, first_head + head, place[r]), log2e, s[c][2 * r + h]);
+    }
+}
+
+// Copies the listed tokens of a warp's units to its stages, in order. A lane looks up one token of every second unit:
+// those of units 2 k and 2 k + 1 together, two units before the first of them is copied. A number that names no token
+// of the head gets the row of another one, which the kernel then hides.
+template <class Rows>
+class ListedTokens {
+ public:
+  // The warp's units are [begin, end).
+  template <int Runs>
+  __device__ __forceinline__ void start(const Args& a, const Pairs<Runs>& pairs, const UnitLine<Runs>& line, int begin,
+                                        int end) {
+    next_ = begin;
+    find(a, pairs, line, begin, end);
+    look_up(a);
+    find(a, pairs, line, begin + 2, end);
+  }
+  template <int Runs>
+  __device__ __forceinline__ void copy_next(const Args& a, const Pairs<Runs>& pairs, const UnitLine<Runs>& line,
+                                            int end, unsigned to, unsigned barrier) {
+    constexpr int chunks = Rows::dim / 8, at_once = 32 / chunks;  // of 16 bytes in a row; rows of one copy
+    const int lane = threadIdx.x % 32, half = second_ ? 16 : 0;
+#pragma unroll
+    for (int j = 0; j < unit_tokens / at_once; ++j) {
+      const int token = j * at_once + lane / chunks;
+      const std::int64_t key = __shfl_sync(~0u, key_, half + token);
+      if (key < 0) continue;
+      const unsigned offset = swizzled(static_cast<unsigned>(token * Rows::dim * 2 + lane % chunks * 16));
+      const std::byte* from = a.base + key + lane % chunks * 16;
+      copy_async16(to + offset, from);
+      copy_async16(to + Rows::S::side_bytes + offset, from + std::int64_t{a.value_rows} * 128);
+    }
+    arrive_after_copies(barrier);
+    second_ = !second_;
+    if (second_) return;
+    next_ += 2;
+    look_up(a);
+    find(a, pairs, line, next_ + 2, end);
+  }
+
+ private:
+  // Starts the load of the lane's list entry in units x and x + 1.
+  template <int Runs>
+  __device__ __forceinline__ void find(const Args& a, const Pairs<Runs>& pairs, const UnitLine<Runs>& line, int x,
+                                       int end) {
+    const int lane = threadIdx.x % 32;
+    x += lane / 16;
+    length_ = 0;
+    if (x >= end) return;
+    const int pair = line.pair_of(x), row = a.pair_of.row(pair), head = pair - row * a.kv_heads;
+    const int entry = (x - pairs.begin(pair)) * unit_tokens + lane % 16;
+    if (entry >= pairs.tokens(pair, 0)) return;
+    const int slot = a.slots[row];
+    entries_ = a.table + slot * a.table_slot + head * a.table_head;
+    length_ = a.length[slot * a.length_slot + head * a.length_head];
+    place_ = a.list[row * a.list_row + head * a.list_head + entry];
+  }
+  // key_: offset of the token's key from the tier's start, -1 = none.
+  __device__ __forceinline__ void look_up(const Args& a) {
+    key_ = -1;
+    if (length_ <= 0) return;
+    const int place = max(0, min(place_, length_ - 1)), page = place / a.page_size;
+    key_ = std::int64_t{entries_[page].frame} * granule_bytes + a.keys + (place - page * a.page_size) * Rows::dim * 2;
+  }
+
+  const PageEntry* entries_ = nullptr;
+  std::int64_t key_ = -1;
+  int place_ = 0, length_ = 0, next_ = 0;
+  bool second_ = false;
+};
+
 template <class Rows, class Lower>
 __global__ void __launch_bounds__(Rows::warps * 32, 1)
     attend_kernel(const __grid_constant__ Args a, const __grid_constant__ Maps<Storage<Rows, Lower>::runs> maps) {
@@ -178,18 +265,18 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
   const unsigned my_stage = shared_address(stages) + static_cast<unsigned>(warp * ring_bytes);
   const unsigned my_barrier = shared_address(barriers + warp * a.stages);
   if (lane == 0) {
-    for (int s = 0; s < a.stages; ++s) barrier_init(my_barrier + 8 * s, 1);
+    for (int s = 0; s < a.stages; ++s) barrier_init(my_barrier + 8 * s, Rows::listed ? 32 : 1);
     barrier_init_fence();
     last_pair_of[warp] = -1;
     if (warp == 0) joints = 0;
   }
   __syncwarp();
   let_successor_start();
-  if (threadIdx.x < runs) fetch_map(&maps.of[threadIdx.x]);
+  if (!Rows::listed && threadIdx.x < runs) fetch_map(&maps.of[threadIdx.x]);
   if (static_cast<int>(threadIdx.x) < a.rows) keep_load(a.slots[threadIdx.x]);  // into L1; no kernel writes them
   wait_for_predecessor();
   const int each = (pairs.count + threads - 1) / threads;
-  const int longest = count_units<threads>(a, pairs, each, warp_sum, warp_most);
+  const int longest = count_units<threads, Rows::listed>(a, pairs, each, warp_sum, warp_most);
 
 #pragma unroll 1
   for (int pair = blockIdx.x; pair < pairs.count; pair += gridDim.x)
@@ -229,7 +316,8 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
   if (begin < end) {
     pair = line.pair_of(begin), run = runs == 2 ? pairs.run_of(pair, begin) : 0;
     ask_queries(pair, run);
-    if (begin + lane < end) ahead = locate(a, pairs, line, Rows::unit_rows, begin + lane);
+    if constexpr (!Rows::listed)
+      if (begin + lane < end) ahead = locate(a, pairs, line, Rows::unit_rows, begin + lane);
   }
   Unit current = ahead;  // of the current batch of 32 units
   const auto issue = [&](int i, int stage, const Unit& batch) {
@@ -243,8 +331,17 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     Rows::copy(a, &maps.of[last_run], to, y0, y1, barrier, policy);
   };
   const int items = end - begin;
+  [[maybe_unused]] ListedTokens<Rows> tokens_of_list;
+  if constexpr (Rows::listed) {
+    tokens_of_list.start(a, pairs, line, begin, end);
 #pragma unroll 1
-  for (int i = 0; i < a.stages && i < items; ++i) issue(i, i, ahead);
+    for (int i = 0; i < a.stages && i < items; ++i)
+      tokens_of_list.copy_next(a, pairs, line, end, my_stage + static_cast<unsigned>(i * stage_bytes),
+                               my_barrier + 8 * i);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < a.stages && i < items; ++i) issue(i, i, ahead);
+  }
 
   const int first_pair = line.pair_of(lo), last_pair = line.pair_of(hi - 1);
   if (threadIdx.x < 2) {
@@ -273,6 +370,8 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
       const int slot = a.slots[row];
       scores = a.logits.of(row, slot, kv_head, a.length[slot * a.length_slot + kv_head * a.length_head]);
     }
+    int cached = 0;  // tokens of the head, where lists may name others
+    if constexpr (R::listed) cached = a.length[a.slots[row] * a.length_slot + kv_head * a.length_head];
     const LaneShares lane_shares(a.shares, shares, (group + 1) / 2, tile_row, q);
     R rows(a, asked, group, g, q);
     float(&high)[ColumnTiles][2] = result.high, (&sum)[ColumnTiles][2] = result.sum;
@@ -286,18 +385,27 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     for (; begin + i < stop; ++i) {
       const unsigned at = my_stage + static_cast<unsigned>(here.stage * stage_bytes);
       const int valid = min(R::unit, tokens - (begin + i - run_begin) * R::unit);
-      if constexpr (!R::turned) barrier_wait(my_barrier + 8 * here.stage, here.odd);
+      if constexpr (!R::turned && !R::listed) barrier_wait(my_barrier + 8 * here.stage, here.odd);
       constexpr int tile_rows = R::unit / 8;  // of each lane; row r has token tile_row + 8 r
       int place[tile_rows];                   // in the cache, once find_places has run
       const auto find_places = [&] {
-        const int place0 = __shfl_sync(~0u, current.place0, i % 32), place1 = __shfl_sync(~0u, current.place1, i % 32);
+        if constexpr (R::listed) {
+          const std::int32_t* list =
+              a.list + row * a.list_row + kv_head * a.list_head + std::int64_t{begin + i - run_begin} * R::unit;
 #pragma unroll
-        for (int r = 0; r < tile_rows; ++r) {
-          const int t = tile_row + 8 * r;
-          place[r] = t < a.page_size ? place0 + t : place1 + t - a.page_size;
+          for (int r = 0; r < tile_rows; ++r) place[r] = tile_row + 8 * r < valid ? list[tile_row + 8 * r] : -1;
+        } else {
+          const int place0 = __shfl_sync(~0u, current.place0, i % 32);
+          const int place1 = __shfl_sync(~0u, current.place1, i % 32);
+#pragma unroll
+          for (int r = 0; r < tile_rows; ++r) {
+            const int t = tile_row + 8 * r;
+            place[r] = t < a.page_size ? place0 + t : place1 + t - a.page_size;
+          }
         }
       };
       float s[ColumnTiles][2 * tile_rows];  // [2 r + h]: scores times log2(e)
+      if constexpr (R::listed) find_places();
       if constexpr (R::turned) {
         find_places();
         const std::int32_t* rank = a.rank + std::int64_t{pair} * a.rank_room;
@@ -305,14 +413,18 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
         barrier_wait(my_barrier + 8 * here.stage, here.odd);
         rows.score_turned(at, tile_row, rank0, rank1, turns, s);
       } else {
+        if constexpr (R::listed) barrier_wait(my_barrier + 8 * here.stage, here.odd);
         rows.score(at, s);
       }
-      if constexpr (!R::turned)
+      if constexpr (R::listed) add_bias(a, row, kv_head * group, group, q, place, s);
+      if constexpr (!R::turned && !R::listed)
         if (scores_leave && (a.window > 0 || (scores && !in_order) || a.mass)) find_places();
-      if (valid < R::unit || (scores_leave && a.window > 0)) {
+      if (R::listed || valid < R::unit || (scores_leave && a.window > 0)) {
         bool seen[tile_rows];
 #pragma unroll
-        for (int r = 0; r < tile_rows; ++r) seen[r] = tile_row + 8 * r < valid;
+        for (int r = 0; r < tile_rows; ++r)
+          seen[r] =
+              R::listed ? static_cast<unsigned>(place[r]) < static_cast<unsigned>(cached) : tile_row + 8 * r < valid;
         if (scores_leave && a.window > 0) {
           const int oldest = a.last[row] - a.window;  // this position and older ones are not seen
           const PageEntry* entries = a.table + a.slots[row] * a.table_slot + kv_head * a.table_head;
@@ -365,13 +477,19 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
       here.next(a.stages);
       __syncwarp();
       const int next = i + a.stages;
-      if (next % 32 == 0 && next < items + 32) {
-        Unit fresh = {};
-        if (next + lane < items) fresh = locate(a, pairs, line, R::unit_rows, begin + next + lane);
-        ahead = fresh;
+      if constexpr (R::listed) {
+        if (next < items)
+          tokens_of_list.copy_next(a, pairs, line, end, my_stage + static_cast<unsigned>(freed * stage_bytes),
+                                   my_barrier + 8 * freed);
+      } else {
+        if (next % 32 == 0 && next < items + 32) {
+          Unit fresh = {};
+          if (next + lane < items) fresh = locate(a, pairs, line, R::unit_rows, begin + next + lane);
+          ahead = fresh;
+        }
+        if (next < items) issue(next, freed, ahead);
+        if ((i + 1) % 32 == 0) current = ahead;
       }
-      if (next < items) issue(next, freed, ahead);
-      if ((i + 1) % 32 == 0) current = ahead;
     }
     rows.finish();
 #pragma unroll
@@ -518,6 +636,8 @@ const CUtensorMap& map_of_units(const PagedKv& kv, const Args& a);
 
 // Launches the kernel on turned keys (attend_turned.cu): head_dim 64, 128 or 256.
 void launch_turned(const Args& a, int dim, bool half, const CUtensorMap& map, cudaStream_t stream);
+// The same on listed tokens (attend_listed.cu).
+void launch_listed(const Args& a, int dim, bool half, cudaStream_t stream);
 // Whether the kernel has rows for pages of codes (attend_codes.cu), with groups up to 8; launches it on them.
 bool takes_codes(const PageLayout& l);
 void launch_codes(const Args& a, const PageLayout& l, cudaStream_t stream);

@@ -26,6 +26,8 @@ struct Args {
   const float *prior_out, *prior_lse;  // [row, query head, head_dim], [row, query head], dense: of the lower pages
   const std::int32_t *list, *list_count;
   std::int64_t list_row, list_head, count_row, count_head;
+  int list_room;              // entries of a head's list of tokens
+  View<const float, 3> bias;  // of listed tokens: [row, query head, token place], or empty
   const float* queries;
   std::int64_t query_row, query_head;
   float *out, *lse, *mass;
@@ -35,7 +37,7 @@ struct Args {
   const std::int32_t* last;
   float* partial;
   int* arrived;
-  std::int64_t positions;  // offset of the positions in a frame
+  std::int64_t keys, positions;  // offsets of the keys and of the positions in a frame
   int rows, kv_heads, group, page_size, window;
   PairOf pair_of;
   int blocks_each;  // whole blocks that every pair could have
@@ -129,7 +131,8 @@ __device__ __forceinline__ Unit locate(const Args& a, const Pairs<Runs>& pairs, 
 }
 
 // Counts the tokens of pairs `begin` and on, up to `Most`, in each run. All its loads take two round trips.
-template <int Runs, int Most>
+// Listed: the list has tokens.
+template <bool Listed, int Runs, int Most>
 __device__ __forceinline__ void count_tokens(const Args& a, int begin, int pairs, int (&tokens)[Most][Runs]) {
   int row[Most], head[Most], slot[Most], count[Most], length[Most], last[Most], lower[Most];
 #pragma unroll
@@ -142,7 +145,7 @@ __device__ __forceinline__ void count_tokens(const Args& a, int begin, int pairs
 #pragma unroll
   for (int i = 0; i < Most; ++i) {
     length[i] = a.length[slot[i] * a.length_slot + head[i] * a.length_head];
-    last[i] = count[i] > 0 ? a.list[row[i] * a.list_row + head[i] * a.list_head + count[i] - 1] : 0;
+    last[i] = !Listed && count[i] > 0 ? a.list[row[i] * a.list_row + head[i] * a.list_head + count[i] - 1] : 0;
     lower[i] = Runs == 2 || a.part != Args::all ? lower_pages_of(a, slot[i], head[i]) * a.page_size : 0;
   }
 #pragma unroll
@@ -150,6 +153,10 @@ __device__ __forceinline__ void count_tokens(const Args& a, int begin, int pairs
     const int newest = (length[i] - 1) / a.page_size;
     const int lacking = last[i] == newest ? (newest + 1) * a.page_size - length[i] : 0;
     lower[i] = min(lower[i], length[i]);
+    if constexpr (Listed) {
+      tokens[i][0] = length[i] > 0 ? max(0, min(count[i], a.list_room)) : 0;
+      continue;
+    }
     if constexpr (Runs == 2)
       tokens[i][0] = lower[i], tokens[i][1] = length[i] - lower[i];
     else
@@ -160,7 +167,7 @@ __device__ __forceinline__ void count_tokens(const Args& a, int begin, int pairs
 }
 
 // Fills `to` and returns the units of the longest pair. each: pairs of a thread. warp_sum, warp_most: one int per warp.
-template <int Threads, int Runs>
+template <int Threads, bool Listed, int Runs>
 __device__ __forceinline__ int count_units(const Args& a, const Pairs<Runs>& to, int each, int* warp_sum,
                                            int* warp_most) {
   constexpr int at_once = 2;
@@ -169,7 +176,7 @@ __device__ __forceinline__ int count_units(const Args& a, const Pairs<Runs>& to,
 #pragma unroll 1
   for (int first = 0; first < each; first += at_once) {
     int tokens[at_once][Runs];
-    count_tokens(a, begin + first, to.count, tokens);
+    count_tokens<Listed>(a, begin + first, to.count, tokens);
 #pragma unroll
     for (int i = 0; i < at_once; ++i) {
       const int pair = begin + first + i, before = own;

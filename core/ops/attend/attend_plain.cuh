@@ -12,7 +12,7 @@ struct PlainRows {
   static constexpr int dim = Dim, column_tiles = ColumnTiles;
   static constexpr int warps = Dim > 128 ? 4 : 8, unit = unit_tokens;
   static constexpr int stage_bytes = S::unit_bytes, copied_bytes = S::unit_bytes;
-  static constexpr bool turned = Turn;
+  static constexpr bool turned = Turn, listed = false;
   static constexpr int unit_rows = S::side_bytes / 128;  // of the tensor map, from a unit's keys to the next one's
 
   static __device__ __forceinline__ int token_of(int g) { return ops::token_of<Dim>(g); }
@@ -79,6 +79,13 @@ struct PlainRows {
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[c][i] *= scale;
   }
+};
+
+// Rows of listed tokens. The kernel copies them one by one, to where a bulk copy would put a unit's.
+template <class T, int Dim, int ColumnTiles>
+struct ListedRows : PlainRows<T, Dim, ColumnTiles, false> {
+  using PlainRows<T, Dim, ColumnTiles, false>::PlainRows;
+  static constexpr bool listed = true;
 };
 
 template <class T, int Dim, bool Turn>

@@ -154,31 +154,33 @@ void share_quantile_cuda(const PagedKv& kv, View<const float, 3> shares, double 
   check_launch("share_quantile");
 }
 
-// A block takes a head. The list first holds a mark for each place.
+// A block takes a head. A warp marks the tokens of a cluster that is taken.
 __global__ void __launch_bounds__(list_threads)
     cluster_tokens_above_kernel(const __grid_constant__ DeviceKv kv,
                                 const __grid_constant__ View<const float, 3> shares, View<const float, 1> threshold,
                                 const __grid_constant__ KeyClusters clusters, const __grid_constant__ TokenList list) {
-  __shared__ unsigned scan[32];
+  __shared__ unsigned scan[32], marks[places_at_once / 32];
+  __shared__ int sizes[list_threads], starts[list_threads];
   const int head = blockIdx.y, row = blockIdx.z, slot = kv.kv.slots[row], me = threadIdx.x;
-  const int n = min(static_cast<std::int64_t>(kv.tokens(row, head)), list.index.extent[2]);
+  const int n = static_cast<int>(min(static_cast<std::int64_t>(kv.tokens(row, head)), list.index.extent[2]));
   const int count = clusters.bound(slot, head, 0), end = clusters.bound(slot, head, 1);
   std::int32_t* index = &list.index(list.at(row), head, 0);
-  for (int t = me; t < n; t += list_threads) index[t] = t >= end;
-  __syncthreads();
   const std::int32_t *size = &clusters.size(slot, head, 0), *token = &clusters.token(slot, head, 0);
-  unsigned start = 0;
-  for (int begin = 0; begin < count; begin += list_threads) {
-    const int c = begin + me, tokens = c < count ? size[c] : 0;
-    unsigned total = 0;
-    const unsigned first = start + block_scan(static_cast<unsigned>(tokens), scan, total);
-    if (c < count && shares(row, head, c) > threshold(slot))
-      for (int i = 0; i < tokens; ++i)
-        if (token[first + i] < n) index[token[first + i]] = 1;
-    start += total;
-  }
-  __syncthreads();
-  const int kept = list_marked(index, n, scan);
+  const auto each = [&](const auto& mark) {
+    unsigned start = 0;
+    for (int begin = 0; begin < count; begin += list_threads) {
+      const int c = begin + me, tokens = c < count ? size[c] : 0;
+      unsigned total = 0;
+      starts[me] = static_cast<int>(start + block_scan(static_cast<unsigned>(tokens), scan, total));
+      sizes[me] = c < count && shares(row, head, c) > threshold(slot) ? tokens : 0;
+      __syncthreads();
+      for (int i = me / 32; i < min(list_threads, count - begin); i += list_threads / 32)
+        for (int t = me % 32; t < sizes[i]; t += 32) mark(token[starts[i] + t]);
+      __syncthreads();
+      start += total;
+    }
+  };
+  const int kept = list_places(n, 0, end, index, marks, scan, each);
   if (me == 0) list.count(list.at(row), head) = kept;
 }
 

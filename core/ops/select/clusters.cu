@@ -14,7 +14,7 @@ namespace kvlab::ops {
 using namespace cuda;
 namespace {
 
-constexpr int threads = 128, list_threads = 256, label_threads = 32, most_dim = 256, at_once = 4;
+constexpr int threads = 128, list_threads = 512, label_threads = 32, most_dim = 256, at_once = 4;
 
 // A call on the device. Grids are [.., kv_head, row].
 struct Call {
@@ -157,56 +157,85 @@ void cluster_keys_cuda(const PagedKv& kv, const std::vector<ClusterRange>& range
   check_launch("cluster_keys");
 }
 
+// A block takes some clusters of a head. A warp takes a query head, whose lanes take a cluster each.
 __global__ void __launch_bounds__(threads)
     cluster_scores_kernel(DeviceKv kv, View<const float, 3> queries, const __grid_constant__ KeyClusters clusters,
                           View<float, 3> out) {
-  const int c = blockIdx.x * threads + threadIdx.x, head = blockIdx.y, row = blockIdx.z, slot = kv.kv.slots[row];
-  if (c >= clusters.bound(slot, head, 0)) return;
-  const float* centroid = &clusters.centroid(slot, head, c, 0);
+  constexpr int each = 32, warps = threads / 32;  // clusters of a block
+  __shared__ float centroids[each][most_dim + 1], query[warps][most_dim];
+  __shared__ double dots[warps][each];
+  const int head = blockIdx.y, row = blockIdx.z, slot = kv.kv.slots[row], begin = blockIdx.x * each;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, dim = kv.head_dim;
+  const int count = min(each, clusters.bound(slot, head, 0) - begin);
+  if (count <= 0) return;
+  for (int c = warp; c < count; c += warps) {
+    const float* from = &clusters.centroid(slot, head, begin + c, 0);
+    for (int d = lane; d < dim; d += 32) centroids[c][d] = from[d];
+  }
   const int group = static_cast<int>(queries.extent[1]) / kv.kv_heads;
   double sum = 0;
-  for (int g = head * group; g < (head + 1) * group; ++g) {
-    double dot = 0;
-    for (int d = 0; d < kv.head_dim; ++d) dot += double(queries(row, g, d)) * double(centroid[d]);
-    sum += dot;
+  for (int first = 0; first < group; first += warps) {
+    const int g = first + warp;
+    if (g < group)
+      for (int d = lane; d < dim; d += 32) query[warp][d] = queries(row, head * group + g, d);
+    __syncthreads();
+    if (g < group && lane < count) {
+      double dot = 0;
+#pragma unroll 8
+      for (int d = 0; d < dim; ++d) dot += double(query[warp][d]) * double(centroids[lane][d]);
+      dots[warp][lane] = dot;
+    }
+    __syncthreads();
+    if (warp == 0 && lane < count)
+      for (int w = 0; w < min(warps, group - first); ++w) sum += dots[w][lane];
+    __syncthreads();
   }
-  out(row, head, c) = static_cast<float>(sum / group);
+  if (warp == 0 && lane < count) out(row, head, begin + lane) = static_cast<float>(sum / group);
 }
 
 void cluster_scores_cuda(const PagedKv& kv, View<const float, 3> queries, const KeyClusters& clusters, Scores out,
                          Stream s) {
   if (kv.rows == 0) return;
-  const dim3 grid(static_cast<unsigned>((clusters.size.extent[2] + threads - 1) / threads),
-                  static_cast<unsigned>(kv.kv_heads), static_cast<unsigned>(kv.rows));
+  const dim3 grid(static_cast<unsigned>((clusters.size.extent[2] + 31) / 32), static_cast<unsigned>(kv.kv_heads),
+                  static_cast<unsigned>(kv.rows));
   cluster_scores_kernel<<<grid, threads, 0, stream_of(s)>>>(DeviceKv(kv), queries, clusters, out);
   check_launch("cluster_scores");
 }
 
-// A block takes a head. The list first holds a mark for each place; then the marked places move to its front.
+// A block takes a head. A thread finds a cluster's place among all; a warp marks the tokens of one that is taken.
 __global__ void __launch_bounds__(list_threads)
     cluster_tokens_kernel(DeviceKv kv, View<const float, 3> scores, View<const std::int32_t, 2> most, int first,
                           const __grid_constant__ KeyClusters clusters, const __grid_constant__ TokenList list) {
-  __shared__ unsigned scan[32];
+  __shared__ unsigned scan[32], marks[device::places_at_once / 32];
+  __shared__ float score[list_threads];
+  __shared__ int sizes[list_threads], starts[list_threads];
   const int head = blockIdx.y, row = blockIdx.z, slot = kv.kv.slots[row], me = threadIdx.x;
-  const int n = min(static_cast<std::int64_t>(kv.tokens(row, head)), list.index.extent[2]);
-  const int count = clusters.bound(slot, head, 0), end = clusters.bound(slot, head, 1);
-  std::int32_t* index = &list.index(list.at(row), head, 0);
-  for (int t = me; t < n; t += list_threads) index[t] = t < first || t >= end;
-  __syncthreads();
+  const int n = static_cast<int>(min(static_cast<std::int64_t>(kv.tokens(row, head)), list.index.extent[2]));
+  const int count = clusters.bound(slot, head, 0), end = clusters.bound(slot, head, 1), room = most(row, head);
   const std::int32_t *size = &clusters.size(slot, head, 0), *token = &clusters.token(slot, head, 0);
-  for (int c = me; c < count; c += list_threads) {
-    const float score = scores(row, head, c);
-    int before = 0, start = 0;  // tokens of better clusters, and of those with a lower index
-    for (int b = 0; b < count; ++b) {
-      if (b < c) start += size[b];
-      if (b != c && comes_before(scores(row, head, b), b, score, c)) before += size[b];
+  const auto each = [&](const auto& mark) {
+    for (int begin = 0; begin < count; begin += list_threads) {
+      const int c = begin + me, own = c < count ? size[c] : 0;
+      const float of_own = c < count ? scores(row, head, c) : 0;
+      int before = 0, start = 0;  // tokens of better clusters, and of those with a lower index
+      for (int from = 0; from < count; from += list_threads) {
+        if (from + me < count) score[me] = scores(row, head, from + me), sizes[me] = size[from + me];
+        __syncthreads();
+        for (int i = 0; i < min(list_threads, count - from); ++i) {
+          const int b = from + i;
+          if (b < c) start += sizes[i];
+          if (b != c && comes_before(score[i], b, of_own, c)) before += sizes[i];
+        }
+        __syncthreads();
+      }
+      sizes[me] = min(own, max(room - before, 0)), starts[me] = start;
+      __syncthreads();
+      for (int i = me / 32; i < min(list_threads, count - begin); i += list_threads / 32)
+        for (int t = me % 32; t < sizes[i]; t += 32) mark(token[starts[i] + t]);
+      __syncthreads();
     }
-    const int taken = min(size[c], max(most(row, head) - before, 0));
-    for (int i = 0; i < taken; ++i)
-      if (token[start + i] < n) index[token[start + i]] = 1;
-  }
-  __syncthreads();
-  const int kept = device::list_marked(index, n, scan);
+  };
+  const int kept = device::list_places(n, first, end, &list.index(list.at(row), head, 0), marks, scan, each);
   if (me == 0) list.count(list.at(row), head) = kept;
 }
 

@@ -72,17 +72,41 @@ __global__ void __launch_bounds__(threads)
             [&](int i, int table, std::int16_t code) { h.code(slot, head, first + i, table) = code; });
 }
 
-__global__ void __launch_bounds__(threads)
+// A block takes 32 tables of a KV head's queries: a warp a bit, a lane a table.
+constexpr int most_bits = 15;
+__global__ void __launch_bounds__(32 * most_bits)
     queries_kernel(View<const float, 3> queries, int group, const __grid_constant__ View<const float, 4> planes,
                    View<std::int16_t, 3> codes) {
   __shared__ float x[tile][most_dim];
+  __shared__ unsigned code[tile][32];
   const int head = blockIdx.y, row = blockIdx.z, dim = static_cast<int>(planes.extent[1]);
-  const int first = static_cast<int>(blockIdx.x) * tile, count = min(tile, group - first);
-  for (int i = threadIdx.x; i < tile * dim; i += threads)
-    x[i / dim][i % dim] = i / dim < count ? queries(row, head * group + first + i / dim, i % dim) : 0.f;
-  __syncthreads();
-  hash_tile(x, count, planes, head,
-            [&](int i, int table, std::int16_t code) { codes(row, head * group + first + i, table) = code; });
+  const int bit = threadIdx.x / 32, lane = threadIdx.x % 32, first_table = static_cast<int>(blockIdx.x) * 32;
+  const int tables = min(32, static_cast<int>(planes.extent[3]) - first_table);
+  for (int first = 0; first < group; first += tile) {
+    const int count = min(tile, group - first);
+    __syncthreads();
+    for (int i = threadIdx.x; i < tile * dim; i += blockDim.x)
+      x[i / dim][i % dim] = i / dim < count ? queries(row, head * group + first + i / dim, i % dim) : 0.f;
+    for (int i = threadIdx.x; i < tile * 32; i += blockDim.x) code[i / 32][i % 32] = 0;
+    __syncthreads();
+    if (lane < tables) {
+      double sum[tile] = {};
+#pragma unroll 8
+      for (int d = 0; d < dim; ++d) {
+        const double plane = planes(head, d, bit, first_table + lane);
+#pragma unroll
+        for (int i = 0; i < tile; ++i) sum[i] += double(x[i][d]) * plane;
+      }
+#pragma unroll
+      for (int i = 0; i < tile; ++i)
+        if (sum[i] > 0) atomicOr(&code[i][lane], 1u << bit);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < count * 32; i += blockDim.x)
+      if (i % 32 < tables)
+        codes(row, head * group + first + i / 32, first_table + i % 32) =
+            static_cast<std::int16_t>(code[i / 32][i % 32]);
+  }
 }
 
 struct Weighing {
@@ -94,8 +118,8 @@ struct Weighing {
   Scores out;
 };
 
-// What a sampled token counts as; the lanes take elements.
-__device__ float weight_of(const Weighing& a, int row, int head, int query_head, int t, int lane) {
+// The cosine of a query with a centred key; the lanes take elements.
+__device__ double cosine_at(const Weighing& a, int row, int head, int query_head, int t, int lane) {
   const DeviceKv::Token token = a.kv.token(row, head, t);
   const float *query = &a.queries(row, query_head, 0), *mean = &a.hashes.mean(a.kv.kv.slots[row], head, 0);
   double dot = 0, of_query = 0, of_key = 0;
@@ -103,31 +127,107 @@ __device__ float weight_of(const Weighing& a, int row, int head, int query_head,
     const double x = query[d], y = token.key(d) - mean[d];
     dot += x * y, of_query += x * x, of_key += y * y;
   }
-  const double cosine = cosine_of(sum_of_lanes(dot), sum_of_lanes(of_query), sum_of_lanes(of_key));
-  const double chance = collision_probability(cosine, static_cast<int>(a.hashes.planes.extent[2]),
-                                              static_cast<int>(a.hashes.planes.extent[3]), a.rule.least);
-  return static_cast<float>(1 / (chance + double(a.rule.floor)));
+  return cosine_of(sum_of_lanes(dot), sum_of_lanes(of_query), sum_of_lanes(of_key));
 }
 
-// A warp takes a token.
-__global__ void __launch_bounds__(threads) weights_kernel(const __grid_constant__ Weighing a) {
-  const int head = blockIdx.y, row = blockIdx.z, slot = a.kv.kv.slots[row], lane = threadIdx.x % 32;
-  const int group = static_cast<int>(a.queries.extent[1]) / a.kv.kv_heads;
-  const int tables = static_cast<int>(a.hashes.code.extent[3]);
-  const int tokens = static_cast<int>(min(std::int64_t{a.kv.tokens(row, head)}, a.out.extent[2]));
-  const int first = a.hashes.bound(slot, head, 0), end = a.hashes.bound(slot, head, 1);
-  for (int t = blockIdx.x * warps + threadIdx.x / 32; t < tokens; t += gridDim.x * warps) {
-    const bool hashed = t >= first && t < end;
-    for (int q = head * group; q < (head + 1) * group; ++q) {
-      float weight = 1;
-      if (hashed) {
-        const std::int16_t *own = &a.hashes.code(slot, head, t, 0), *wanted = &a.codes(row, q, 0);
-        int equal = 0;
-        for (int i = lane; i < tables; i += 32) equal += own[i] == wanted[i];
-        weight = sum_of_lanes(equal) >= a.rule.least ? weight_of(a, row, head, q, t, lane) : 0.f;
-      }
-      if (lane == 0) a.out(row, q, t) = weight;
+// Sampled tokens of a warp that wait for their weights. The angle's functions take longest, so that 32 lanes compute
+// those of 32 tokens at once.
+struct Sampled {
+  int token[64], query[64];
+
+  __device__ void weigh(const Weighing& a, int row, int head, int count, int lane) {
+    __syncwarp();
+    double cosine = 0;
+    for (int i = 0; i < count; ++i) {
+      const double x = cosine_at(a, row, head, query[i], token[i], lane);
+      if (i == lane) cosine = x;
     }
+    if (lane < count) {
+      const double chance = collision_probability(cosine, static_cast<int>(a.hashes.planes.extent[2]),
+                                                  static_cast<int>(a.hashes.planes.extent[3]), a.rule.least);
+      a.out(row, query[lane], token[lane]) = static_cast<float>(1 / (chance + double(a.rule.floor)));
+    }
+    __syncwarp();
+  }
+};
+
+// Codes lie in words of two. Eight lanes compare those of two tokens with the codes of up to four queries, so a warp
+// takes eight tokens. Whole: rows of codes begin at whole words.
+constexpr int members = 4, warp_tokens = 8;
+template <bool Whole>
+__global__ void __launch_bounds__(threads) weights_kernel(const __grid_constant__ Weighing a) {
+  extern __shared__ unsigned wanted[];  // [query of the pass, word]
+  __shared__ Sampled sampled[warps];
+  const int head = blockIdx.y, row = blockIdx.z, slot = a.kv.kv.slots[row], lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, set = lane / 8, part = lane % 8;
+  const int group = static_cast<int>(a.queries.extent[1]) / a.kv.kv_heads;
+  const int tables = static_cast<int>(a.hashes.code.extent[3]), words = (tables + 1) / 2;
+  const int tokens = static_cast<int>(min(std::int64_t{a.kv.tokens(row, head)}, a.out.extent[2]));
+  const int begin = a.hashes.bound(slot, head, 0), end = a.hashes.bound(slot, head, 1);
+  const auto word_of = [&](const std::int16_t* codes, int w) {
+    const auto* half = reinterpret_cast<const std::uint16_t*>(codes) + 2 * w;
+    return half[0] | (2 * w + 1 < tables ? unsigned{half[1]} << 16 : 0u);
+  };
+  for (int pass = 0; pass < group; pass += members) {
+    const int queries = min(members, group - pass), first_query = head * group + pass;
+    __syncthreads();
+    for (int i = threadIdx.x; i < members * words; i += threads)
+      wanted[i] = i / words < queries ? word_of(&a.codes(row, first_query + i / words, 0), i % words) : 0u;
+    __syncthreads();
+    int waiting = 0;
+    for (int t = (blockIdx.x * warps + warp) * warp_tokens; t < tokens; t += gridDim.x * warps * warp_tokens) {
+      const std::int16_t* codes[2];
+      unsigned other[2][members] = {};  // tables whose codes differ, in two halves
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int own = t + 4 * i + set;
+        codes[i] = &a.hashes.code(slot, head, own >= begin && own < end ? own : begin, 0);
+      }
+      if (begin < end && t < end && t + warp_tokens > begin)
+#pragma unroll 2
+        for (int w = part; w < words; w += 8) {
+          // A place behind the last table differs in any case.
+          const unsigned none = 2 * w + 1 < tables ? 0u : 0x7fff0000u;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const unsigned own = Whole ? reinterpret_cast<const unsigned*>(codes[i])[w] : word_of(codes[i], w);
+#pragma unroll
+            for (int q = 0; q < members; ++q) {
+              const unsigned differs = (own ^ wanted[q * words + w]) | none;
+              other[i][q] += (differs + 0x7fff7fffu) >> 15 & 0x00010001u;
+            }
+          }
+        }
+      // The lane's own token and query, and in how many tables they differ.
+      const int own = t + 4 * (part / members) + set, query = part % members;
+      int differ = 0;
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int q = 0; q < members; q += 2) {
+          const unsigned low = (other[i][q] & 0xffffu) + (other[i][q] >> 16),
+                         high = (other[i][q + 1] & 0xffffu) + (other[i][q + 1] >> 16);
+          const unsigned both = sum_of_lanes<1, 4>(low | high << 16);
+          if (i == part / members && q == query / 2 * 2)
+            differ = static_cast<int>(query % 2 ? both >> 16 : both & 0xffffu);
+        }
+      const bool there = own < tokens && query < queries, hashed = own >= begin && own < end;
+      const bool collides = there && hashed && 2 * words - differ >= a.rule.least;
+      if (there && !collides) a.out(row, first_query + query, own) = hashed ? 0.f : 1.f;
+      const unsigned all = __ballot_sync(~0u, collides);
+      if (collides) {
+        const int at = waiting + __popc(all & ((1u << lane) - 1));
+        sampled[warp].token[at] = own, sampled[warp].query[at] = first_query + query;
+      }
+      waiting += __popc(all);
+      if (waiting < 32) continue;
+      sampled[warp].weigh(a, row, head, 32, lane);
+      waiting -= 32;
+      const int token = sampled[warp].token[32 + lane], of = sampled[warp].query[32 + lane];
+      __syncwarp();
+      if (lane < waiting) sampled[warp].token[lane] = token, sampled[warp].query[lane] = of;
+    }
+    sampled[warp].weigh(a, row, head, waiting, lane);
   }
 }
 
@@ -151,10 +251,17 @@ void collision_weights_cuda(const PagedKv& kv, View<const float, 3> queries, con
   const int group = static_cast<int>(queries.extent[1]) / kv.kv_heads;
   const auto codes =
       take_scratch<std::int16_t>(w, "codes of queries", {kv.rows, queries.extent[1], hashes.code.extent[3]});
-  queries_kernel<<<grid_of((group + tile - 1) / tile, kv), threads, 0, stream_of(s)>>>(queries, group, hashes.planes,
-                                                                                       codes);
-  const std::int64_t blocks = std::clamp<std::int64_t>((out.extent[2] + warps - 1) / warps, 1, 1024);
-  weights_kernel<<<grid_of(blocks, kv), threads, 0, stream_of(s)>>>(
+  const int tables = static_cast<int>(hashes.code.extent[3]), bits = static_cast<int>(hashes.planes.extent[2]);
+  queries_kernel<<<grid_of((tables + 31) / 32, kv), 32 * bits, 0, stream_of(s)>>>(queries, group, hashes.planes, codes);
+  // Some blocks a multiprocessor: each first fetches the codes of its queries.
+  const std::int64_t most = (out.extent[2] + warps * warp_tokens - 1) / (warps * warp_tokens),
+                     pairs = std::int64_t{kv.rows} * kv.kv_heads,
+                     blocks =
+                         std::clamp<std::int64_t>(32 * multiprocessors() / pairs, 1, std::max<std::int64_t>(most, 1));
+  const bool whole = reinterpret_cast<std::uintptr_t>(hashes.code.data) % 4 == 0 && hashes.code.stride[0] % 2 == 0 &&
+                     hashes.code.stride[1] % 2 == 0 && hashes.code.stride[2] % 2 == 0;
+  const auto kernel = whole ? weights_kernel<true> : weights_kernel<false>;
+  kernel<<<grid_of(blocks, kv), threads, members* static_cast<std::size_t>((tables + 1) / 2) * 4, stream_of(s)>>>(
       Weighing{DeviceKv(kv), queries, codes, hashes, rule, out});
   check_launch("collision_weights");
 }

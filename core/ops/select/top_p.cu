@@ -25,7 +25,7 @@ struct Args {
   double p;
   int group, most;  // most: entries of a row
   int words;        // of a KV head's marks
-  bool held;        // a row of weights lies in shared memory
+  bool held;        // the weights above 0 of a row lie in shared memory
   unsigned* marks;  // [row, kv_head, word], a bit for each token that is taken
 
   __device__ unsigned* marks_of(int row, int head) const {
@@ -45,15 +45,33 @@ __global__ void __launch_bounds__(threads) mark_top_p_kernel(const __grid_consta
   __shared__ unsigned scan[threads / 32];
   const int q = blockIdx.x, head = q / a.group, row = blockIdx.y, n = min(a.kv.tokens(row, head), a.most);
   const float* weight = a.weights.data + row * a.weights.stride[0] + q * a.weights.stride[1];
+  const float* counted = weight;  // what may count
+  int count = n;
   if (a.held && a.p < 1) {
-    for (int t = threadIdx.x; t < n; t += threads) row_of_weights[t] = weight[t];
+    constexpr int each = 4;
+    unsigned kept = 0;
+    for (int first = 0; first < n; first += each * threads) {
+      float x[each];
+      unsigned own = 0, total = 0;
+#pragma unroll
+      for (int i = 0; i < each; ++i) {
+        const int t = first + static_cast<int>(threadIdx.x) * each + i;
+        x[i] = t < n ? weight[t] : 0.f;
+        own += x[i] > 0;
+      }
+      unsigned at = kept + block_scan(own, scan, total);
+#pragma unroll
+      for (int i = 0; i < each; ++i)
+        if (x[i] > 0) row_of_weights[at++] = x[i];
+      kept += total;
+    }
     __syncthreads();
-    weight = row_of_weights;
+    counted = row_of_weights, count = static_cast<int>(kept);
   }
   Share share;  // of p = 1: everything above 0
   if (a.p < 1) {
     const auto each = [&](auto f) {
-      for (int t = threadIdx.x; t < n; t += threads) f(weight[t]);
+      for (int i = threadIdx.x; i < count; i += threads) f(counted[i]);
     };
     share = share_of(each, a.p, parts);
     if (share.taken == 0) return;  // there is nothing above 0

@@ -45,8 +45,9 @@ TEST_CASE("cuda attend: a list of all tokens is no list, and what no list may sa
     a.tokens = nullptr;
     return got;
   };
-  CHECK(relative(given(count), all) < 1e-5);
-  CHECK(relative(given({1 << 30, 402, 400, 5000}), all) < 1e-5);
+  // The kernel of these pages works in f32. That of lists rounds shares to bf16, by their part of the list.
+  CHECK(relative(given(count), all) < 6e-3);
+  CHECK(relative(given({1 << 30, 402, 400, 5000}), all) < 6e-3);
   const std::vector<float> none = given({0, -1, -(1 << 30), 0});
   CHECK(none == std::vector<float>(none.size(), 0.f));
   const PageList pages{list};

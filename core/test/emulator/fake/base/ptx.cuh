@@ -163,6 +163,10 @@ inline void before_bulk_copies() {}
 inline void barrier_expect(unsigned barrier, unsigned bytes) { emulator::barrier_expect(barrier, bytes); }
 inline void barrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier); }
 inline void barrier_wait(unsigned barrier, unsigned parity) { emulator::barrier_wait(barrier, parity); }
+inline void arrive_after_copies(unsigned barrier) {
+  emulator::wait_copies();
+  emulator::barrier_arrive(barrier);
+}
 
 inline std::uint64_t read_once_policy() { return 0; }
 inline void bulk_copy_2d(unsigned to, const void* map, int x, int y, unsigned barrier) {
