@@ -460,7 +460,9 @@ __global__ void positions_kernel(const __grid_constant__ CudaStoreLayer s, int s
 }
 
 // Writes the pages or tokens of a list and of the pins in ascending order.
-__global__ void attend_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreAttend a) {
+constexpr int attend_threads = 512;
+__global__ void __launch_bounds__(attend_threads)
+    attend_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreAttend a) {
   extern __shared__ unsigned chosen[];
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
   const int mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
@@ -496,15 +498,22 @@ __global__ void attend_kernel(const __grid_constant__ CudaStoreLayer s, const __
   for (int page = mine; a.resident && page < all; page += threads)
     if (h.table[0][page].frame >= 0) choose(page);
   __syncthreads();
-  if (mine >= 32) return;
+  __shared__ int of_warp[attend_threads / 32];
+  const int warp = mine / 32;
   int out = 0;
-  for (int begin = 0; begin < words; begin += 32) {
+  for (int begin = 0; begin < words; begin += threads) {
     unsigned word = begin + mine < words ? chosen[begin + mine] : 0;
     const int here = __popc(word);
     const int sum = sum_through_lane(here);
-    for (int next = out + sum - here; word; word &= word - 1)
-      a.out(row, head, next++) = (begin + mine) * 32 + __ffs(static_cast<int>(word)) - 1;
-    out += __shfl_sync(~0u, sum, 31);
+    if (mine % 32 == 31) of_warp[warp] = sum;
+    __syncthreads();
+    int next = out + sum - here;
+    for (int w = 0; w < threads / 32; ++w) {
+      if (w < warp) next += of_warp[w];
+      out += of_warp[w];
+    }
+    for (; word; word &= word - 1) a.out(row, head, next++) = (begin + mine) * 32 + __ffs(static_cast<int>(word)) - 1;
+    __syncthreads();
   }
   if (mine == 0) {
     a.out_count(row, head) = out;
@@ -624,7 +633,7 @@ void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream) {
         Errc::unsupported,
         "got " + std::to_string(a.most) + (a.unit == 1 ? " tokens" : " pages") + " of a head, wanted at most 393216",
         "store attend (CUDA)");
-  attend_kernel<<<a.rows * s.kv_heads, 128, shared, stream_of(stream)>>>(s, a);
+  attend_kernel<<<a.rows * s.kv_heads, attend_threads, shared, stream_of(stream)>>>(s, a);
   check_launch("store attend");
 }
 KVLAB_ON_CUDA(attend, attend);

@@ -61,8 +61,9 @@ class KeptHashes {
       throw Error(Errc::config, "got hashes of " + std::to_string(rule.bits) + " bits in " +
                                     std::to_string(rule.tables) +
                                     " tables, wanted 1 to 15 bits and at least one table");
-    const std::int64_t tokens = s.max_tokens, heads = s.kv_heads, dim = s.head_dim, codes = tokens * rule.tables,
-                       head = dim + 2 + (codes + 1) / 2, layer = heads * head,
+    // A token's codes begin at a multiple of 16 bytes.
+    const std::int64_t tokens = s.max_tokens, heads = s.kv_heads, dim = s.head_dim, row = (rule.tables + 7) / 8 * 8,
+                       before = (dim + 2 + 3) / 4 * 4, head = before + tokens * row / 2, layer = heads * head,
                        slot = layer * static_cast<std::int64_t>(of_layers.size());
     auto* data = static_cast<float*>(w.state(tag, static_cast<std::size_t>(slot) * sizeof(float), s.max_slots));
     layers_.resize(static_cast<std::size_t>(s.layers));
@@ -78,9 +79,9 @@ class KeptHashes {
       KeyHashes& x = layers_[static_cast<std::size_t>(l)];
       x.mean = {data, {s.max_slots, heads, dim}, {slot, head, 1}};
       x.bound = {reinterpret_cast<std::int32_t*>(data + dim), {s.max_slots, heads, 2}, {slot, head, 1}};
-      x.code = {reinterpret_cast<std::int16_t*>(data + dim + 2),
+      x.code = {reinterpret_cast<std::int16_t*>(data + before),
                 {s.max_slots, heads, tokens, rule.tables},
-                {2 * slot, 2 * head, rule.tables, 1}};
+                {2 * slot, 2 * head, row, 1}};
       x.planes = View<const float, 4>::dense(planes, {heads, dim, rule.bits, rule.tables});
       data += layer;
     }

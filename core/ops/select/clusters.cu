@@ -202,14 +202,20 @@ void cluster_scores_cuda(const PagedKv& kv, View<const float, 3> queries, const 
   check_launch("cluster_scores");
 }
 
-// A block takes a head. A thread finds a cluster's place among all; a warp marks the tokens of one that is taken.
-__global__ void __launch_bounds__(list_threads)
+struct Scored {
+  float score;
+  int size;
+};
+
+// A block takes a head. Two threads find a cluster's place among all; a warp marks the tokens of one that is taken.
+__global__ void __launch_bounds__(2 * list_threads)
     cluster_tokens_kernel(DeviceKv kv, View<const float, 3> scores, View<const std::int32_t, 2> most, int first,
                           const __grid_constant__ KeyClusters clusters, const __grid_constant__ TokenList list) {
   __shared__ unsigned scan[32], marks[device::places_at_once / 32];
-  __shared__ float score[list_threads];
-  __shared__ int sizes[list_threads], starts[list_threads];
-  const int head = blockIdx.y, row = blockIdx.z, slot = kv.kv.slots[row], me = threadIdx.x;
+  __shared__ Scored others[list_threads];
+  __shared__ int sizes[list_threads], starts[list_threads], befores[list_threads];
+  const int head = blockIdx.y, row = blockIdx.z, slot = kv.kv.slots[row];
+  const int me = threadIdx.x % list_threads, half = threadIdx.x / list_threads;
   const int n = static_cast<int>(min(static_cast<std::int64_t>(kv.tokens(row, head)), list.index.extent[2]));
   const int count = clusters.bound(slot, head, 0), end = clusters.bound(slot, head, 1), room = most(row, head);
   const std::int32_t *size = &clusters.size(slot, head, 0), *token = &clusters.token(slot, head, 0);
@@ -219,31 +225,36 @@ __global__ void __launch_bounds__(list_threads)
       const float of_own = c < count ? scores(row, head, c) : 0;
       int before = 0, start = 0;  // tokens of better clusters, and of those with a lower index
       for (int from = 0; from < count; from += list_threads) {
-        if (from + me < count) score[me] = scores(row, head, from + me), sizes[me] = size[from + me];
+        if (half == 0 && from + me < count) others[me] = {scores(row, head, from + me), size[from + me]};
         __syncthreads();
-        for (int i = 0; i < min(list_threads, count - from); ++i) {
+        const int there = min(list_threads, count - from);
+#pragma unroll 8
+        for (int i = half; i < there; i += 2) {
+          const auto other = others[i];
           const int b = from + i;
-          if (b < c) start += sizes[i];
-          if (b != c && comes_before(score[i], b, of_own, c)) before += sizes[i];
+          if (b < c) start += other.size;
+          if (b != c && comes_before(other.score, b, of_own, c)) before += other.size;
         }
         __syncthreads();
       }
-      sizes[me] = min(own, max(room - before, 0)), starts[me] = start;
+      if (half == 1) starts[me] = start, befores[me] = before;
       __syncthreads();
-      for (int i = me / 32; i < min(list_threads, count - begin); i += list_threads / 32)
-        for (int t = me % 32; t < sizes[i]; t += 32) mark(token[starts[i] + t]);
+      if (half == 0) starts[me] += start, sizes[me] = min(own, max(room - before - befores[me], 0));
+      __syncthreads();
+      for (int i = threadIdx.x / 32; i < min(list_threads, count - begin); i += 2 * list_threads / 32)
+        for (int t = threadIdx.x % 32; t < sizes[i]; t += 32) mark(token[starts[i] + t]);
       __syncthreads();
     }
   };
   const int kept = device::list_places(n, first, end, &list.index(list.at(row), head, 0), marks, scan, each);
-  if (me == 0) list.count(list.at(row), head) = kept;
+  if (threadIdx.x == 0) list.count(list.at(row), head) = kept;
 }
 
 void cluster_tokens_cuda(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> most, int first,
                          const KeyClusters& clusters, TokenList list, Stream s) {
   if (kv.rows == 0) return;
   const dim3 grid(1, static_cast<unsigned>(kv.kv_heads), static_cast<unsigned>(kv.rows));
-  cluster_tokens_kernel<<<grid, list_threads, 0, stream_of(s)>>>(DeviceKv(kv), scores, most, first, clusters, list);
+  cluster_tokens_kernel<<<grid, 2 * list_threads, 0, stream_of(s)>>>(DeviceKv(kv), scores, most, first, clusters, list);
   check_launch("cluster_tokens");
 }
 

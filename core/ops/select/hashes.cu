@@ -73,32 +73,32 @@ __global__ void __launch_bounds__(threads)
 }
 
 // A block takes 32 tables of a KV head's queries: a warp a bit, a lane a table.
-constexpr int most_bits = 15;
+constexpr int most_bits = 15, query_tile = 4;
 __global__ void __launch_bounds__(32 * most_bits)
     queries_kernel(View<const float, 3> queries, int group, const __grid_constant__ View<const float, 4> planes,
                    View<std::int16_t, 3> codes) {
-  __shared__ float x[tile][most_dim];
-  __shared__ unsigned code[tile][32];
+  __shared__ float x[query_tile][most_dim];
+  __shared__ unsigned code[query_tile][32];
   const int head = blockIdx.y, row = blockIdx.z, dim = static_cast<int>(planes.extent[1]);
   const int bit = threadIdx.x / 32, lane = threadIdx.x % 32, first_table = static_cast<int>(blockIdx.x) * 32;
   const int tables = min(32, static_cast<int>(planes.extent[3]) - first_table);
-  for (int first = 0; first < group; first += tile) {
-    const int count = min(tile, group - first);
+  for (int first = 0; first < group; first += query_tile) {
+    const int count = min(query_tile, group - first);
     __syncthreads();
-    for (int i = threadIdx.x; i < tile * dim; i += blockDim.x)
+    for (int i = threadIdx.x; i < query_tile * dim; i += blockDim.x)
       x[i / dim][i % dim] = i / dim < count ? queries(row, head * group + first + i / dim, i % dim) : 0.f;
-    for (int i = threadIdx.x; i < tile * 32; i += blockDim.x) code[i / 32][i % 32] = 0;
+    for (int i = threadIdx.x; i < query_tile * 32; i += blockDim.x) code[i / 32][i % 32] = 0;
     __syncthreads();
     if (lane < tables) {
-      double sum[tile] = {};
-#pragma unroll 8
+      double sum[query_tile] = {};
+#pragma unroll 16
       for (int d = 0; d < dim; ++d) {
         const double plane = planes(head, d, bit, first_table + lane);
 #pragma unroll
-        for (int i = 0; i < tile; ++i) sum[i] += double(x[i][d]) * plane;
+        for (int i = 0; i < query_tile; ++i) sum[i] += double(x[i][d]) * plane;
       }
 #pragma unroll
-      for (int i = 0; i < tile; ++i)
+      for (int i = 0; i < query_tile; ++i)
         if (sum[i] > 0) atomicOr(&code[i][lane], 1u << bit);
     }
     __syncthreads();
@@ -118,29 +118,33 @@ struct Weighing {
   Scores out;
 };
 
-// The cosine of a query with a centred key; the lanes take elements.
-__device__ double cosine_at(const Weighing& a, int row, int head, int query_head, int t, int lane) {
-  const DeviceKv::Token token = a.kv.token(row, head, t);
-  const float *query = &a.queries(row, query_head, 0), *mean = &a.hashes.mean(a.kv.kv.slots[row], head, 0);
-  double dot = 0, of_query = 0, of_key = 0;
-  for (int d = lane; d < a.kv.head_dim; d += 32) {
-    const double x = query[d], y = token.key(d) - mean[d];
-    dot += x * y, of_query += x * x, of_key += y * y;
-  }
-  return cosine_of(sum_of_lanes(dot), sum_of_lanes(of_query), sum_of_lanes(of_key));
-}
-
 // Sampled tokens of a warp that wait for their weights. The angle's functions take longest, so that 32 lanes compute
 // those of 32 tokens at once.
 struct Sampled {
   int token[64], query[64];
+  DeviceKv::Token at[32];
 
   __device__ void weigh(const Weighing& a, int row, int head, int count, int lane) {
+    constexpr int together = 2;  // their keys are on the way at once
     __syncwarp();
+    at[lane] = a.kv.token(row, head, token[min(lane, max(count - 1, 0))]);
+    __syncwarp();
+    const float* mean = &a.hashes.mean(a.kv.kv.slots[row], head, 0);
     double cosine = 0;
-    for (int i = 0; i < count; ++i) {
-      const double x = cosine_at(a, row, head, query[i], token[i], lane);
-      if (i == lane) cosine = x;
+    for (int i = 0; i < count; i += together) {
+      double dot[together] = {}, of_query[together] = {}, of_key[together] = {};
+      for (int d = lane; d < a.kv.head_dim; d += 32)
+#pragma unroll
+        for (int j = 0; j < together; ++j) {
+          const int of = min(i + j, count - 1);
+          const double x = a.queries(row, query[of], d), y = at[of].key(d) - mean[d];
+          dot[j] += x * y, of_query[j] += x * x, of_key[j] += y * y;
+        }
+#pragma unroll
+      for (int j = 0; j < together; ++j) {
+        const double x = cosine_of(sum_of_lanes(dot[j]), sum_of_lanes(of_query[j]), sum_of_lanes(of_key[j]));
+        if (i + j == lane) cosine = x;
+      }
     }
     if (lane < count) {
       const double chance = collision_probability(cosine, static_cast<int>(a.hashes.planes.extent[2]),
@@ -151,54 +155,65 @@ struct Sampled {
   }
 };
 
-// Codes lie in words of two. Eight lanes compare those of two tokens with the codes of up to four queries, so a warp
-// takes eight tokens. Whole: rows of codes begin at whole words.
+// Eight codes. Those of places behind the last table are 0 for keys and this number for queries.
+constexpr unsigned no_code = 0x7fff;
+__device__ __forceinline__ unsigned two_codes(const std::int16_t* codes, int i, int tables, unsigned none) {
+  const auto* from = reinterpret_cast<const std::uint16_t*>(codes) + i;
+  return (i < tables ? from[0] : none) | (i + 1 < tables ? unsigned{from[1]} : none) << 16;
+}
+__device__ __forceinline__ uint4 eight_codes(const std::int16_t* codes, int i, int tables, unsigned none) {
+  return make_uint4(two_codes(codes, i, tables, none), two_codes(codes, i + 2, tables, none),
+                    two_codes(codes, i + 4, tables, none), two_codes(codes, i + 6, tables, none));
+}
+
+// Eight lanes compare the codes of two tokens with those of up to four queries, so a warp takes eight tokens. Whole:
+// rows of codes begin at multiples of 16 bytes.
 constexpr int members = 4, warp_tokens = 8;
 template <bool Whole>
 __global__ void __launch_bounds__(threads) weights_kernel(const __grid_constant__ Weighing a) {
-  extern __shared__ unsigned wanted[];  // [query of the pass, word]
+  extern __shared__ uint4 wanted[];  // [query of the pass, eight codes]
   __shared__ Sampled sampled[warps];
   const int head = blockIdx.y, row = blockIdx.z, slot = a.kv.kv.slots[row], lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32, set = lane / 8, part = lane % 8;
   const int group = static_cast<int>(a.queries.extent[1]) / a.kv.kv_heads;
-  const int tables = static_cast<int>(a.hashes.code.extent[3]), words = (tables + 1) / 2;
+  const int tables = static_cast<int>(a.hashes.code.extent[3]), chunks = (tables + 7) / 8;
   const int tokens = static_cast<int>(min(std::int64_t{a.kv.tokens(row, head)}, a.out.extent[2]));
   const int begin = a.hashes.bound(slot, head, 0), end = a.hashes.bound(slot, head, 1);
-  const auto word_of = [&](const std::int16_t* codes, int w) {
-    const auto* half = reinterpret_cast<const std::uint16_t*>(codes) + 2 * w;
-    return half[0] | (2 * w + 1 < tables ? unsigned{half[1]} << 16 : 0u);
-  };
   for (int pass = 0; pass < group; pass += members) {
     const int queries = min(members, group - pass), first_query = head * group + pass;
     __syncthreads();
-    for (int i = threadIdx.x; i < members * words; i += threads)
-      wanted[i] = i / words < queries ? word_of(&a.codes(row, first_query + i / words, 0), i % words) : 0u;
+    for (int i = threadIdx.x; i < members * chunks; i += threads)
+      wanted[i] =
+          eight_codes(&a.codes(row, first_query + min(i / chunks, queries - 1), 0), i % chunks * 8, tables, no_code);
     __syncthreads();
     int waiting = 0;
     for (int t = (blockIdx.x * warps + warp) * warp_tokens; t < tokens; t += gridDim.x * warps * warp_tokens) {
       const std::int16_t* codes[2];
-      unsigned other[2][members] = {};  // tables whose codes differ, in two halves
+      unsigned other[2][members] = {};  // places where the codes differ, in two halves
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int own = t + 4 * i + set;
         codes[i] = &a.hashes.code(slot, head, own >= begin && own < end ? own : begin, 0);
       }
       if (begin < end && t < end && t + warp_tokens > begin)
-#pragma unroll 2
-        for (int w = part; w < words; w += 8) {
-          // A place behind the last table differs in any case.
-          const unsigned none = 2 * w + 1 < tables ? 0u : 0x7fff0000u;
+#pragma unroll 3
+        for (int c = part; c < chunks; c += 8) {
+          uint4 own[2];
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const unsigned own = Whole ? reinterpret_cast<const unsigned*>(codes[i])[w] : word_of(codes[i], w);
+          for (int i = 0; i < 2; ++i)
+            own[i] = Whole && (c + 1) * 8 <= tables ? reinterpret_cast<const uint4*>(codes[i])[c]
+                                                    : eight_codes(codes[i], c * 8, tables, 0);
 #pragma unroll
-            for (int q = 0; q < members; ++q) {
-              const unsigned differs = (own ^ wanted[q * words + w]) | none;
-              other[i][q] += (differs + 0x7fff7fffu) >> 15 & 0x00010001u;
-            }
+          for (int q = 0; q < members; ++q) {
+            const uint4 x = wanted[q * chunks + c];
+            const auto differs = [](unsigned a, unsigned b) { return ((a ^ b) + 0x7fff7fffu) >> 15 & 0x00010001u; };
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              other[i][q] +=
+                  differs(own[i].x, x.x) + differs(own[i].y, x.y) + differs(own[i].z, x.z) + differs(own[i].w, x.w);
           }
         }
-      // The lane's own token and query, and in how many tables they differ.
+      // The lane's own token and query, and at how many places they differ.
       const int own = t + 4 * (part / members) + set, query = part % members;
       int differ = 0;
 #pragma unroll
@@ -212,7 +227,7 @@ __global__ void __launch_bounds__(threads) weights_kernel(const __grid_constant_
             differ = static_cast<int>(query % 2 ? both >> 16 : both & 0xffffu);
         }
       const bool there = own < tokens && query < queries, hashed = own >= begin && own < end;
-      const bool collides = there && hashed && 2 * words - differ >= a.rule.least;
+      const bool collides = there && hashed && 8 * chunks - differ >= a.rule.least;
       if (there && !collides) a.out(row, first_query + query, own) = hashed ? 0.f : 1.f;
       const unsigned all = __ballot_sync(~0u, collides);
       if (collides) {
@@ -227,7 +242,7 @@ __global__ void __launch_bounds__(threads) weights_kernel(const __grid_constant_
       __syncwarp();
       if (lane < waiting) sampled[warp].token[lane] = token, sampled[warp].query[lane] = of;
     }
-    sampled[warp].weigh(a, row, head, waiting, lane);
+    if (waiting > 0) sampled[warp].weigh(a, row, head, waiting, lane);
   }
 }
 
@@ -258,10 +273,11 @@ void collision_weights_cuda(const PagedKv& kv, View<const float, 3> queries, con
                      pairs = std::int64_t{kv.rows} * kv.kv_heads,
                      blocks =
                          std::clamp<std::int64_t>(32 * multiprocessors() / pairs, 1, std::max<std::int64_t>(most, 1));
-  const bool whole = reinterpret_cast<std::uintptr_t>(hashes.code.data) % 4 == 0 && hashes.code.stride[0] % 2 == 0 &&
-                     hashes.code.stride[1] % 2 == 0 && hashes.code.stride[2] % 2 == 0;
+  const bool whole = reinterpret_cast<std::uintptr_t>(hashes.code.data) % 16 == 0 && hashes.code.stride[0] % 8 == 0 &&
+                     hashes.code.stride[1] % 8 == 0 && hashes.code.stride[2] % 8 == 0;
   const auto kernel = whole ? weights_kernel<true> : weights_kernel<false>;
-  kernel<<<grid_of(blocks, kv), threads, members* static_cast<std::size_t>((tables + 1) / 2) * 4, stream_of(s)>>>(
+  const std::size_t shared = members * static_cast<std::size_t>((tables + 7) / 8) * sizeof(uint4);
+  kernel<<<grid_of(blocks, kv), threads, shared, stream_of(s)>>>(
       Weighing{DeviceKv(kv), queries, codes, hashes, rule, out});
   check_launch("collision_weights");
 }

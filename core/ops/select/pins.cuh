@@ -23,10 +23,16 @@ __device__ PinLimits pin_limits(const Position& at, int n, const Pins& pins, Sel
   }
   bool descends = false;
   int highest = -1;
-  for (int t = threadIdx.x; t < n; t += blockDim.x) {
-    const int position = at(t);
-    descends |= t + 1 < n && position > at(t + 1);
-    highest = max(highest, position);
+  constexpr int at_once = 4;  // positions lie behind two loads each
+  for (int begin = threadIdx.x; begin < n; begin += at_once * static_cast<int>(blockDim.x)) {
+    int here[at_once], next[at_once];
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      const int t = min(begin + i * static_cast<int>(blockDim.x), n - 1);  // the last one is in order in any case
+      here[i] = at(t), next[i] = at(min(t + 1, n - 1));
+    }
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) descends |= here[i] > next[i], highest = max(highest, here[i]);
   }
   if (!__syncthreads_or(descends)) {
     if (first > 0) limits.oldest = at(static_cast<int>(first - 1));

@@ -182,9 +182,17 @@ __global__ void __launch_bounds__(pin_threads)
   __shared__ SelectShared select;
   const int head = blockIdx.x, row = blockIdx.y, n = kv.tokens(row, head);
   const PinLimits limits = pin_limits(kv, row, head, n, pins, select);
-  for (int t = threadIdx.x; t < n && t < scores.extent[2]; t += pin_threads)
-    if (limits.pinned(kv.position(row, head, t)))
-      for (int q = head * group; q < (head + 1) * group; ++q) scores(row, q, t) = value;
+  constexpr int each = 4;
+  for (int first = threadIdx.x; first < n; first += each * pin_threads) {
+    bool pinned[each];
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      pinned[i] = limits.pinned(kv.position(row, head, min(first + i * pin_threads, n - 1)));
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (const int t = first + i * pin_threads; pinned[i] && t < n && t < scores.extent[2])
+        for (int q = head * group; q < (head + 1) * group; ++q) scores(row, q, t) = value;
+  }
 }
 
 Args arguments(const PagedKv& kv, const View<const float, 3>& scores, const View<const std::int32_t, 2>& amount,

@@ -25,7 +25,7 @@ struct Args {
   double p;
   int group, most;  // most: entries of a row
   int words;        // of a KV head's marks
-  bool held;        // the weights above 0 of a row lie in shared memory
+  int held;         // so many weights above 0 of a row have room in shared memory
   unsigned* marks;  // [row, kv_head, word], a bit for each token that is taken
 
   __device__ unsigned* marks_of(int row, int head) const {
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(threads) mark_top_p_kernel(const __grid_consta
   const float* weight = a.weights.data + row * a.weights.stride[0] + q * a.weights.stride[1];
   const float* counted = weight;  // what may count
   int count = n;
-  if (a.held && a.p < 1) {
+  if (a.held > 0 && a.p < 1) {
     constexpr int each = 4;
     unsigned kept = 0;
     for (int first = 0; first < n; first += each * threads) {
@@ -62,11 +62,11 @@ __global__ void __launch_bounds__(threads) mark_top_p_kernel(const __grid_consta
       unsigned at = kept + block_scan(own, scan, total);
 #pragma unroll
       for (int i = 0; i < each; ++i)
-        if (x[i] > 0) row_of_weights[at++] = x[i];
+        if (x[i] > 0 && at < static_cast<unsigned>(a.held)) row_of_weights[at++] = x[i];
       kept += total;
     }
     __syncthreads();
-    counted = row_of_weights, count = static_cast<int>(kept);
+    if (kept <= static_cast<unsigned>(a.held)) counted = row_of_weights, count = static_cast<int>(kept);
   }
   Share share;  // of p = 1: everything above 0
   if (a.p < 1) {
@@ -78,20 +78,29 @@ __global__ void __launch_bounds__(threads) mark_top_p_kernel(const __grid_consta
   }
   unsigned* marks = a.marks_of(row, head);
   unsigned equal = 0;
-  for (int first = 0; first < n; first += threads) {
-    const int t = first + threadIdx.x;
-    const float x = t < n ? weight[t] : 0.f;
-    const unsigned key = x > 0 ? __float_as_uint(x) : 0;
-    bool take = key > share.least;
-    if (share.taken > 0) {
-      const bool same = key == share.least;
-      unsigned total = 0;
-      const unsigned before = share.taken < share.equal ? equal + block_scan(same, scan, total) : 0;
-      take = take || (same && before < share.taken);
-      equal += total;
+  constexpr int each = 4;
+  for (int first = 0; first < n; first += each * threads) {
+    float x[each];
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const int t = first + i * threads + static_cast<int>(threadIdx.x);
+      x[i] = t < n ? weight[t] : 0.f;
     }
-    const unsigned bits = __ballot_sync(all_lanes, take);
-    if (threadIdx.x % 32 == 0 && bits != 0) atomicOr(marks + (t >> 5), bits);
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const int t = first + i * threads + static_cast<int>(threadIdx.x);
+      const unsigned key = x[i] > 0 ? __float_as_uint(x[i]) : 0;
+      bool take = key > share.least;
+      if (share.taken > 0) {
+        const bool same = key == share.least;
+        unsigned total = 0;
+        const unsigned before = share.taken < share.equal ? equal + block_scan(same, scan, total) : 0;
+        take = take || (same && before < share.taken);
+        equal += total;
+      }
+      const unsigned bits = __ballot_sync(all_lanes, take);
+      if (threadIdx.x % 32 == 0 && bits != 0) atomicOr(marks + (t >> 5), bits);
+    }
   }
 }
 
@@ -103,10 +112,18 @@ __global__ void __launch_bounds__(threads) list_top_p_kernel(const __grid_consta
   const bool pins = a.pins.first > 0 || a.pins.last > 0;
   const PinLimits limits = pin_limits(a.kv, row, head, n, a.pins, select);
   const unsigned* marks = a.marks_of(row, head);
-  for (int first = 0; first < n; first += threads) {
-    const int t = first + threadIdx.x;
-    const unsigned bits = __ballot_sync(all_lanes, pins && t < n && limits.pinned(a.kv.position(row, head, t)));
-    if (threadIdx.x % 32 == 0 && t < n) taken[t >> 5] = bits | marks[t >> 5];
+  constexpr int each = 4;
+  for (int first = threadIdx.x; first - static_cast<int>(threadIdx.x) < n; first += each * threads) {
+    bool pinned[each] = {};
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (pins) pinned[i] = limits.pinned(a.kv.position(row, head, min(first + i * threads, n - 1)));
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const int t = first + i * threads;
+      const unsigned bits = __ballot_sync(all_lanes, pinned[i] && t < n);
+      if (threadIdx.x % 32 == 0 && t < n) taken[t >> 5] = bits | marks[t >> 5];
+    }
   }
   __syncthreads();
   const std::int64_t at = a.list.at(row);
@@ -133,7 +150,7 @@ void top_p_tokens_cuda(const PagedKv& kv, View<const float, 3> weights, float p,
                static_cast<int>(weights.extent[1]) / kv.kv_heads,
                static_cast<int>(most),
                static_cast<int>(words),
-               most * 4 <= room,
+               p < 1 ? static_cast<int>(std::min(most, room / 2 / 4)) : 0,  // two blocks a multiprocessor
                there};
   const auto held = static_cast<int>(room);
   check(cudaFuncSetAttribute(mark_top_p_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, held), "top_p_tokens");
@@ -143,7 +160,7 @@ void top_p_tokens_cuda(const PagedKv& kv, View<const float, 3> weights, float p,
   clear_marks_kernel<<<heads, threads, 0, stream_of(s)>>>(a);
   check_launch("top_p_tokens");
   mark_top_p_kernel<<<dim3(static_cast<unsigned>(weights.extent[1]), rows), threads,
-                      a.held ? static_cast<unsigned>(most * 4) : 0, stream_of(s)>>>(a);
+                      static_cast<std::size_t>(a.held) * 4, stream_of(s)>>>(a);
   check_launch("top_p_tokens");
   list_top_p_kernel<<<heads, threads, static_cast<unsigned>(words * 4), stream_of(s)>>>(a);
   check_launch("top_p_tokens");
