@@ -1,4 +1,5 @@
-// Rows that Edits::rewrite stores: channels that become zeros, and rows of two layers that get one direction.
+// Rows that Edits::rewrite stores: channels that become zeros, keys before RoPE, and rows of two layers that get one
+// direction.
 #include <fmt/format.h>
 #include <kvlab/rewrite.hpp>
 
@@ -35,6 +36,20 @@ void check_channels(OnCache& x) {
           fmt::format("zero_channels, {} of them but in the {} newest", count, newest), keys.own(), 0,
           [&](View<float, 4> out) { ops::zero_channels(x.there, energy_there, count, newest, out, s); },
           [&](View<float, 4> out) { ops::zero_channels_reference(x.kv, energy.view(), count, newest, out); });
+}
+
+void check_turns(OnCache& x) {
+  Numbers<4> keys(x, {x.c.rows(), x.c.kv_heads(), x.c.room(), x.kv.head_dim});
+  for (const float scale : {1.f, 1.25f})
+    for (const auto way : {ops::RopeTurn::off, ops::RopeTurn::on}) {
+      PagedKv kv = x.kv, there = x.there;
+      kv.rope = there.rope = RopeRegime::original;
+      kv.rope_table.attention_scale = there.rope_table.attention_scale = scale;
+      x.same<4>(
+          fmt::format("turn_rows {} with scale {}", way == ops::RopeTurn::on ? "on" : "off", scale), keys.own(), 2e-6,
+          [&](View<float, 4> out) { ops::turn_rows(there, way, out, x.stream()); },
+          [&](View<float, 4> out) { ops::turn_rows_reference(kv, way, out); });
+    }
 }
 
 void check_layers(OnCache& x) {
@@ -78,6 +93,7 @@ void check_layers(OnCache& x) {
 
 std::vector<Case> list() {
   return {on_caches("channels", "energies and zeros", 36, check_channels),
+          on_caches("turn_rows", "keys before RoPE, and back", 36, check_turns),
           on_caches("merge_rows", "rows of two layers", 36, check_layers)};
 }
 

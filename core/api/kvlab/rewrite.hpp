@@ -1,6 +1,8 @@
 // Ops on the rows that Edits::rewrite stores. ops.hpp says what holds for every op. Rows are those of ops::read_rows,
 // [row, kv_head, token, head_dim] in f32, contiguous along head_dim. The first tokens(row, kv_head) of a head count.
 #pragma once
+#include <cstdint>
+
 #include "kvlab/kv.hpp"
 #include "kvlab/ops.hpp"
 #include "kvlab/stream.hpp"
@@ -18,6 +20,15 @@ void channel_energy(const Tensor<4>& queries, const PagedKv& kv, View<const floa
 // two equal channels stays. Bytes: the elements written.
 void zero_channels(const PagedKv& kv, View<const float, 3> energy, int count, int newest, View<float, 4> rows,
                    Stream s);
+
+// Which way ops::turn_rows goes. off: from keys as the cache has them to those before RoPE. on: back to the cache's.
+enum class RopeTurn : std::uint8_t { off, on };
+
+// Turns rows of keys by their tokens' text positions. `off` undoes RoPE and divides by attention_scale. `on` rotates
+// and multiplies, as kv.hpp has it. Both ways in a row change a row by rounding. Errc::unsupported: a regime but
+// RopeRegime::original, whose keys are turned by other numbers. Every page must be on the device. Bytes: the rows,
+// twice, and the positions.
+void turn_rows(const PagedKv& kv, RopeTurn way, View<float, 4> rows, Stream s);
 
 // row_distance and merge_rows take rows of two layers that hold the same tokens at the same places. kv is either one.
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <kvlab/kv.hpp>
 #include <kvlab/ops.hpp>
+#include <kvlab/rewrite.hpp>
 #include <kvlab/roles.hpp>
 
 #include <cstdint>
@@ -48,6 +49,7 @@ void channel_energy_reference(const View<const float, 4>& queries, const PagedKv
                               View<float, 3> out);
 void zero_channels_reference(const PagedKv& kv, const View<const float, 3>& energy, int count, int newest,
                              View<float, 4> rows);
+void turn_rows_reference(const PagedKv& kv, RopeTurn way, View<float, 4> rows);
 void row_distance_reference(const PagedKv& kv, const View<const float, 4>& a, const View<const float, 4>& b,
                             Scores out);
 void merge_rows_reference(const PagedKv& kv, float t, const TokenList& exact, View<float, 4> a, View<float, 4> b);

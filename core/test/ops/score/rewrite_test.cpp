@@ -2,8 +2,10 @@
 
 #include <catch2/catch.hpp>
 #include <cmath>
+#include <random>
 
 #include "cases/paged_fixture.hpp"
+#include "ops/page/paged.hpp"
 
 using namespace kvlab;
 using namespace kvlab::cases;
@@ -115,6 +117,48 @@ TEST_CASE("merge_rows leaves listed tokens, zeros and opposite rows alone") {
     CHECK(own.data[i] == Approx(before.second[i]).margin(1e-6));
     if (i < 24) CHECK((former.data[i] == before.first[i] && own.data[i] == before.second[i]));
   }
+}
+
+TEST_CASE("turn_rows gives the keys before RoPE, and turns them back") {
+  PagedFixture cache({1, 2, 16, 4, 8});
+  PagedKv kv = cache.view();
+  kv.rope_table.attention_scale = 1.5f;
+  std::mt19937 rng(3);
+  std::normal_distribution<float> normal;
+  std::vector<std::vector<float>> plain;
+  for (int head = 0; head < 2; ++head)
+    for (int t = 0; t < 11; ++t) {
+      std::vector<float> key(16);
+      for (float& x : key) x = normal(rng);
+      plain.push_back(key);
+      const int position = 1000 * t + head;
+      ops::rotate(key.data(), kv.rope_table, position);
+      cache.append(0, head, key, key, position);
+    }
+  Guarded<4> rows({1, 2, 13, 16});
+  ops::read_rows({&kv, KvSide::key}, rows.view(), s);
+  const std::vector<float> stored = Guarded<4>::copy(rows.view());
+  ops::turn_rows(kv, ops::RopeTurn::off, rows.view(), s);
+  for (int head = 0; head < 2; ++head)
+    for (int t = 0; t < 11; ++t)
+      for (int d = 0; d < 16; ++d)
+        CHECK(rows(0, head, t, d) ==
+              Approx(plain[static_cast<std::size_t>(11 * head + t)][static_cast<std::size_t>(d)]).margin(1e-6));
+  ops::turn_rows(kv, ops::RopeTurn::on, rows.view(), s);
+  const std::vector<float> back = Guarded<4>::copy(rows.view());
+  for (std::size_t i = 0; i < back.size(); ++i)
+    if (i / 16 % 13 < 11) CHECK(back[i] == Approx(stored[i]).margin(1e-6));
+  for (const auto i : {11 * 16, 12 * 16, 24 * 16, 26 * 16 - 1})  // rows of no token
+    CHECK(back[static_cast<std::size_t>(i)] == stored[static_cast<std::size_t>(i)]);
+  CHECK(rows.margins_intact());
+  for (const auto regime : {RopeRegime::cache_relative, RopeRegime::re_rotate}) {
+    kv.rope = regime;
+    CHECK_THROWS_WITH(ops::turn_rows(kv, ops::RopeTurn::off, rows.view(), s),
+                      Catch::Contains("got keys that RoPE turns by ranks, wanted the regime original"));
+  }
+  kv.rope = RopeRegime::original;
+  kv.rope_table.inv_freq = nullptr;
+  CHECK_THROWS_WITH(ops::turn_rows(kv, ops::RopeTurn::off, rows.view(), s), Catch::Contains("got no RoPE table"));
 }
 
 TEST_CASE("ops on rows refuse views that do not fit") {
