@@ -45,10 +45,12 @@ void check_turns(OnCache& x) {
       PagedKv kv = x.kv, there = x.there;
       kv.rope = there.rope = RopeRegime::original;
       kv.rope_table.attention_scale = there.rope_table.attention_scale = scale;
+      const ops::RowRange range{{}, x.c.pick({0, 0, 7})};
       x.same<4>(
-          fmt::format("turn_rows {} with scale {}", way == ops::RopeTurn::on ? "on" : "off", scale), keys.own(), 2e-6,
-          [&](View<float, 4> out) { ops::turn_rows(there, way, out, x.stream()); },
-          [&](View<float, 4> out) { ops::turn_rows_reference(kv, way, out); });
+          fmt::format("turn_rows {} with scale {} from place {}", way == ops::RopeTurn::on ? "on" : "off", scale,
+                      range.least),
+          keys.own(), 2e-6, [&](View<float, 4> out) { ops::turn_rows(there, way, out, x.stream(), range); },
+          [&](View<float, 4> out) { ops::turn_rows_reference(kv, way, out, range); });
     }
 }
 

@@ -21,6 +21,19 @@ void channel_energy(const Tensor<4>& queries, const PagedKv& kv, View<const floa
 void zero_channels(const PagedKv& kv, View<const float, 3> energy, int count, int newest, View<float, 4> rows,
                    Stream s);
 
+// The rows of a head that an op changes: those at places from(row, kv_head) on, and none below `least`. So a policy
+// leaves what an earlier prompt of the sequence stored alone.
+struct RowRange {
+  View<const std::int32_t, 2> from;  // [row, kv_head] memory of the stream's device; empty = 0
+  int least = 0;
+
+  constexpr int first(std::int64_t row, std::int64_t head) const {
+    if (!from.data) return least;
+    const int own = from.data[row * from.stride[0] + head * from.stride[1]];
+    return own > least ? own : least;
+  }
+};
+
 // Which way ops::turn_rows goes. off: from keys as the cache has them to those before RoPE. on: back to the cache's.
 enum class RopeTurn : std::uint8_t { off, on };
 
@@ -28,7 +41,7 @@ enum class RopeTurn : std::uint8_t { off, on };
 // and multiplies, as kv.hpp has it. Both ways in a row change a row by rounding. Errc::unsupported: a regime but
 // RopeRegime::original, whose keys are turned by other numbers. Every page must be on the device. Bytes: the rows,
 // twice, and the positions.
-void turn_rows(const PagedKv& kv, RopeTurn way, View<float, 4> rows, Stream s);
+void turn_rows(const PagedKv& kv, RopeTurn way, View<float, 4> rows, Stream s, const RowRange& range = {});
 
 // row_distance and merge_rows take rows of two layers that hold the same tokens at the same places. kv is either one.
 

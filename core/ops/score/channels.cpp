@@ -29,6 +29,13 @@ void check_rows(const PagedKv& kv, const View<const float, 4>& rows, const char*
   if (rows.stride[3] != 1) fail(Errc::unsupported, op, "got strided rows, wanted head_dim contiguous");
 }
 
+void check_range(const PagedKv& kv, const RowRange& range, const char* op) {
+  if (range.from.data && (range.from.extent[0] < kv.rows || range.from.extent[1] < kv.kv_heads))
+    fail(Errc::internal, op, "got first places of another shape, wanted [row, kv_head]");
+  if (range.least < 0)
+    fail(Errc::internal, op, "got a least place of " + std::to_string(range.least) + ", wanted 0 or more");
+}
+
 void channel_energy(const Tensor<4>& tensor, const PagedKv& kv, View<const float, 4> rows, View<float, 3> out,
                     Stream s) {
   const char* op = "channel_energy";

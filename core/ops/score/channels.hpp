@@ -14,5 +14,6 @@ KVLAB_ON_BOTH inline bool goes_first(float a, int i, float b, int j) {
 
 // Errc::internal or unsupported. The lengths are known on the CPU alone.
 void check_rows(const PagedKv& kv, const View<const float, 4>& rows, const char* op, Stream s);
+void check_range(const PagedKv& kv, const RowRange& range, const char* op);
 
 }  // namespace kvlab::ops

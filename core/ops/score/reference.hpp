@@ -1,5 +1,6 @@
 // The references of this folder (see ops/page/reference.hpp).
 #pragma once
+#include <kvlab/codebooks.hpp>
 #include <kvlab/kv.hpp>
 #include <kvlab/ops.hpp>
 #include <kvlab/rewrite.hpp>
@@ -49,7 +50,10 @@ void channel_energy_reference(const View<const float, 4>& queries, const PagedKv
                               View<float, 3> out);
 void zero_channels_reference(const PagedKv& kv, const View<const float, 3>& energy, int count, int newest,
                              View<float, 4> rows);
-void turn_rows_reference(const PagedKv& kv, RopeTurn way, View<float, 4> rows);
+void turn_rows_reference(const PagedKv& kv, RopeTurn way, View<float, 4> rows, const RowRange& range = {});
+void code_channels_reference(const PagedKv& kv, const View<const float, 2>& lower, const View<const float, 2>& upper,
+                             const Coding& how, View<float, 4> rows);
+void code_tokens_reference(const PagedKv& kv, double outliers, const Coding& how, View<float, 4> rows);
 void row_distance_reference(const PagedKv& kv, const View<const float, 4>& a, const View<const float, 4>& b,
                             Scores out);
 void merge_rows_reference(const PagedKv& kv, float t, const TokenList& exact, View<float, 4> a, View<float, 4> b);

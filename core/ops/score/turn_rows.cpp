@@ -14,7 +14,7 @@
 namespace kvlab::ops {
 namespace {
 
-void turn_head(const PagedKv& kv, int row, int head, RopeTurn way, const View<float, 4>& rows) {
+void turn_head(const PagedKv& kv, int row, int head, RopeTurn way, const View<float, 4>& rows, int first) {
   const int n = kv.tokens(row, head);
   if (n == 0) return;
   std::vector<std::int32_t> positions(static_cast<std::size_t>(n));
@@ -23,7 +23,7 @@ void turn_head(const PagedKv& kv, int row, int head, RopeTurn way, const View<fl
   if (way == RopeTurn::off) table.attention_scale = 1 / table.attention_scale;
   const auto angles = rope_rows(table, *std::max_element(positions.begin(), positions.end()) + 1);
   std::vector<float> back(static_cast<std::size_t>(angles->half()));
-  for (int t = 0; t < n; ++t) {
+  for (int t = first; t < n; ++t) {
     const int position = positions[static_cast<std::size_t>(t)];
     const float* sine = angles->sine_of(position);
     if (way == RopeTurn::off) {
@@ -36,18 +36,19 @@ void turn_head(const PagedKv& kv, int row, int head, RopeTurn way, const View<fl
 
 }  // namespace
 
-void turn_rows(const PagedKv& kv, RopeTurn way, View<float, 4> rows, Stream s) {
+void turn_rows(const PagedKv& kv, RopeTurn way, View<float, 4> rows, Stream s, const RowRange& range) {
   const char* op = "turn_rows";
   resident_cache(&kv, op, s);
   check_rows(kv, rows, op, s);
+  check_range(kv, range, op);
   if (kv.rope != RopeRegime::original)
     fail(Errc::unsupported, op, "got keys that RoPE turns by ranks, wanted the regime original: by text positions");
   if (!kv.rope_table.inv_freq || kv.rope_table.head_dim != kv.head_dim)
     fail(Errc::internal, op, "got no RoPE table, wanted the model's");
-  if (s.device() == Device::cuda) return on_cuda<turn_rows>(kv, way, rows, s);
+  if (s.device() == Device::cuda) return on_cuda<turn_rows>(kv, way, rows, s, range);
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) turn_head(kv, r, h, way, rows);
+    for (int h = 0; h < kv.kv_heads; ++h) turn_head(kv, r, h, way, rows, range.first(r, h));
 }
 
 }  // namespace kvlab::ops
