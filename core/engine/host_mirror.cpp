@@ -58,11 +58,18 @@ void HostMirror::attended(const DecodeLayer& l, const Store& store) {
 void HostMirror::point_to_host(LayerKv& kv, Stream s) {
   questions_.resize(static_cast<std::size_t>(shape().max_slots));
   copy_memory(questions_.data(), kv.question, questions_.size() * sizeof questions_[0], s);
+  RopeTable rope = kv.pages.rope_table;
+  if (rope.inv_freq && inv_freq_.empty()) {
+    inv_freq_.resize(static_cast<std::size_t>(rope.head_dim / 2));
+    copy_memory(inv_freq_.data(), rope.inv_freq, inv_freq_.size() * sizeof inv_freq_[0], s);
+  }
   synchronize(s);
+  if (rope.inv_freq) rope.inv_freq = inv_freq_.data();
   kv.question = questions_.data();
   slots_.assign(kv.slots, kv.slots + kv.rows());
   kv.shape = &store_.shape();
   kv.pages = store_.view(kv.layer, slots_);
+  kv.pages.rope_table = rope;
   kv.host_pages = store_.view(kv.layer, slots_, Tier::host);
   pages_ = kv.pages;
   kv.keys = {&pages_, KvSide::key};

@@ -36,6 +36,7 @@ class HostMirror final : public EngineObserver {
   PagedKv pages_;                         // KvRows of the callback point to it
   std::vector<float> keys_, values_;      // rounded to f16
   std::vector<std::uint32_t> questions_;  // [slot]
+  std::vector<float> inv_freq_;           // of the model's RoPE
 };
 
 }  // namespace kvlab
