@@ -1,31 +1,14 @@
 // MagicPIG: each query head samples keys of the prompt by collisions of hashes, and attention corrects for the chance
 // that a key had. Chen et al., ICLR 2025. Nothing is evicted, and nothing leaves the device.
 #include <kvlab/hashes.hpp>
+#include <kvlab/layer_list.hpp>
 #include <kvlab/plugin.hpp>
 
 #include <algorithm>
-#include <charconv>
 #include <string>
 #include <vector>
 
 namespace {
-
-// "0,16"; "" = none.
-std::vector<int> layers_of(const std::string& text) {
-  std::vector<int> layers;
-  for (const char *at = text.data(), *const end = at + text.size(); at != end;) {
-    while (at != end && *at == ' ') ++at;
-    int layer = -1;
-    const auto read = std::from_chars(at, end, layer);
-    const bool last = read.ptr == end;
-    if (read.ec != std::errc() || layer < 0 || !(last || (*read.ptr == ',' && read.ptr + 1 != end)))
-      throw kvlab::Error(kvlab::Errc::config,
-                         "got full_layers '" + text + "', wanted numbers from 0 on such as '0,16', or ''");
-    layers.push_back(layer);
-    at = last ? end : read.ptr + 1;
-  }
-  return layers;
-}
 
 class MagicPig final : public kvlab::Policy {
  public:
@@ -34,7 +17,7 @@ class MagicPig final : public kvlab::Policy {
         collisions_{.least = p.get<int>("collisions")},
         sinks_(p.get<int>("sinks")),
         window_(p.get<int>("window")),
-        full_(layers_of(p.get<std::string>("full_layers"))),
+        full_(kvlab::layer_list(p, "full_layers")),
         corrects_(p.get<bool>("correction")) {}
 
   kvlab::Needs needs() const override { return kvlab::Needs{}.own_amount(true).capturable(true); }

@@ -3,9 +3,7 @@
 #include <kvlab/error.hpp>
 
 #include <algorithm>
-#include <charconv>
 #include <string>
-#include <string_view>
 #include <vector>
 
 namespace omnikv {
@@ -14,26 +12,9 @@ namespace omnikv {
 // own: chooses for itself.
 enum class Role { dense, filter, sparse, own };
 
-// "2,8,18"; ascending.
-inline std::vector<int> layers_of(std::string_view text) {
-  const auto refuse = [&] {
-    throw kvlab::Error(kvlab::Errc::config,
-                       "got filter_layers '" + std::string(text) + "', wanted ascending numbers such as '2,8,18'");
-  };
-  std::vector<int> layers;
-  for (const char *at = text.data(), *const end = at + text.size();;) {
-    while (at != end && *at == ' ') ++at;
-    int layer = -1;
-    const auto read = std::from_chars(at, end, layer);
-    if (read.ec != std::errc() || layer < 0 || (!layers.empty() && layer <= layers.back())) refuse();
-    layers.push_back(layer);
-    if (read.ptr == end) return layers;
-    if (*read.ptr != ',') refuse();
-    at = read.ptr + 1;
-  }
-}
-
 inline std::vector<Role> roles_of(const std::vector<int>& filters, int wait, int layers, bool shared) {
+  if (filters.empty())
+    throw kvlab::Error(kvlab::Errc::config, "got filter_layers '', wanted at least one layer that chooses");
   if (filters.back() >= layers)
     throw kvlab::Error(kvlab::Errc::config, "got filter layer " + std::to_string(filters.back()) +
                                                 ", wanted one of the model's " + std::to_string(layers) +

@@ -1,5 +1,6 @@
 // OmniKV: a few filter layers look at the whole prompt and choose its best tokens, one set for all heads. The layers up
 // to the next filter layer attend to these and to what was generated. Hao et al., ICLR 2025.
+#include <kvlab/layer_list.hpp>
 #include <kvlab/plugin.hpp>
 
 #include <algorithm>
@@ -27,7 +28,7 @@ using kvlab::BudgetAmount;
 class OmniKv final : public kvlab::Policy {
  public:
   explicit OmniKv(const kvlab::Params& p)
-      : filters_(omnikv::layers_of(p.get<std::string>("filter_layers"))),
+      : filters_(kvlab::layer_list(p, "filter_layers")),
         wait_(p.get<int>("wait_layers")),
         softmax_(p.get<ScoreBy>("score_by") == ScoreBy::softmax_before_last),
         shares_(p.get<bool>("shared_choice")) {}
