@@ -193,7 +193,14 @@ TEST_CASE("magicpig samples on real text what a plain implementation samples, an
               {"seed", std::int64_t{seed}},
               {"correction", corrects}},
              0, prompt + steps, 8);
-  run.prefill(prompt);
+  // A second prompt of the sequence, after two steps, hashes all of its tokens anew.
+  const std::size_t before = GENERATE(0, 2);
+  CAPTURE(before);
+  if (before > 0) {
+    run.prefill(90);
+    for (std::size_t i = 0; i < before; ++i) run.step();
+  }
+  run.prefill(before > 0 ? prompt - 90 - static_cast<int>(before) : prompt);
   for (int step = 0; step < steps; ++step) run.step();
   const int group = run.group(), dim = run.config().head_dim;
   const std::vector<float> planes =
@@ -238,7 +245,7 @@ TEST_CASE("magicpig samples on real text what a plain implementation samples, an
             for (std::size_t d = 0; d < out.size(); ++d)
               out[d] += share * here.values.at[at][static_cast<std::size_t>(head)][d];
           }
-          const Vector& got = here.outputs.at[static_cast<std::size_t>(step)][query_head];
+          const Vector& got = here.outputs.at[before + static_cast<std::size_t>(step)][query_head];
           double difference = 0, size = 0;
           for (std::size_t d = 0; d < out.size(); ++d) {
             difference += std::pow(got[d] - out[d] / sum, 2);
@@ -249,7 +256,7 @@ TEST_CASE("magicpig samples on real text what a plain implementation samples, an
         std::vector<int> places;
         for (std::size_t t = 0; t < read.size(); ++t)
           if (read[t]) places.push_back(static_cast<int>(t));
-        CHECK(here.read[static_cast<std::size_t>(step)][static_cast<std::size_t>(head)] == places);
+        CHECK(here.read[before + static_cast<std::size_t>(step)][static_cast<std::size_t>(head)] == places);
       }
       CHECK(run.kept(layer, head) == positions_to(prompt + steps));
     }

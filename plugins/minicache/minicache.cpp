@@ -33,29 +33,33 @@ class MiniCache final : public kvlab::Policy {
   void finish_prompt(const kvlab::LayerKv& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     const int of_pair = kv.layer - first_;
     if (of_pair < 0 || (of_pair % 2 == 0 && kv.layer + 1 == layers_)) return;
+    const bool second = of_pair % 2 == 1;
+    kvlab::View<const std::int32_t, 2> stay;  // tokens of each head
+    if (second) {
+      const std::vector<std::int32_t> keep(static_cast<std::size_t>(kv.kv_heads()),
+                                           static_cast<std::int32_t>(std::ceil(exact_ * kv.position[0])));
+      stay = kv.upload_heads("how many stay", keep.data());
+    }
     for (const int i : {0, 1}) {
       const kvlab::KvRows& rows = i ? kv.values : kv.keys;
-      if (of_pair % 2 == 0)
-        kvlab::ops::read_rows(rows, former_[i], s);
+      if (second)
+        merge(kv, rows, former_[i], stay, edits, s);
       else
-        merge(kv, rows, former_[i], edits, s);
+        kvlab::ops::read_rows(rows, former_[i], s);
     }
   }
 
  private:
-  void merge(const kvlab::LayerKv& kv, const kvlab::KvRows& rows, kvlab::View<float, 4> former, kvlab::Edits& edits,
-             kvlab::Stream s) const {
+  void merge(const kvlab::LayerKv& kv, const kvlab::KvRows& rows, kvlab::View<float, 4> former,
+             kvlab::View<const std::int32_t, 2> stay, kvlab::Edits& edits, kvlab::Stream s) const {
     const bool key = rows.side == KvSide::key;
     const auto own =
         kv.scratch<float>(key ? "keys" : "values", {kv.rows(), kv.kv_heads(), kv.max_length, kv.pages.head_dim});
     kvlab::ops::read_rows(rows, own, s);
     const kvlab::Scores distance = kv.kv_head_scores("distances");
     kvlab::ops::row_distance(kv.pages, former, own, distance, s);
-    const int tokens = kv.position[0];
-    const std::vector<std::int32_t> keep(static_cast<std::size_t>(kv.kv_heads()),
-                                         static_cast<std::int32_t>(std::ceil(exact_ * tokens)));
     const auto exact = kv.list<kvlab::TokenList>("exact tokens", kv.max_length);
-    kvlab::ops::top_tokens(kv.pages, distance, kv.upload_heads("how many stay", keep.data()), nullptr, exact, s);
+    kvlab::ops::top_tokens(kv.pages, distance, stay, nullptr, exact, s);
     kvlab::ops::merge_rows(kv.pages, static_cast<float>(t_), exact, former, own, s);
     edits.for_layer(kv.layer - 1);
     edits.rewrite(rows.side, former);

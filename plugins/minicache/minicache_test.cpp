@@ -84,6 +84,50 @@ TEST_CASE("minicache holds of real text what a plain implementation holds") {
   CHECK(differ == 0);
 }
 
+// What the first prompt merged points in one direction, and stays. The rest is merged as in one prompt.
+TEST_CASE("minicache merges what a second prompt and the steps before it added") {
+  constexpr int first = 80, between = 3, second = 40, all = first + between + second;
+  const double exact = GENERATE(0., 0.05);
+  CAPTURE(exact);
+  OnText run = run_with(0.5, .6, exact);
+  run.prefill(first);
+  for (int i = 0; i < between; ++i) run.step();
+  OnText before = run_with(0.5, .6, exact);
+  before.prefill(first);
+  run.prefill(second);
+  std::size_t differ = 0, merged_now = 0;
+  for (int layer = run.config().layers / 2; layer + 1 < run.config().layers; layer += 2)
+    for (int head = 0; head < run.config().kv_heads; ++head)
+      for (const KvSide side : {KvSide::key, KvSide::value}) {
+        const auto h = static_cast<std::size_t>(head);
+        std::vector<Row> rows[2];  // of the pair's layers, before the second prompt's end
+        for (const int i : {0, 1}) {
+          for (const auto& row : before.stored(side, layer + i, head)) rows[i].emplace_back(row.begin(), row.end());
+          for (std::size_t t = first; t < all; ++t) rows[i].push_back(rows_of(run, layer + i, side).at[t][h]);
+        }
+        std::vector<double> distance;
+        for (std::size_t t = 0; t < all; ++t)
+          distance.push_back(
+              std::acos(std::min(1., dot(rows[0][t], rows[1][t]) / length(rows[0][t]) / length(rows[1][t]))));
+        const auto most = best(distance, positions_to(all), static_cast<std::size_t>(std::ceil(exact * all)));
+        const std::set<int> stay(most.begin(), most.end());
+        const auto a = run.stored(side, layer, head), b = run.stored(side, layer + 1, head);
+        REQUIRE(a.size() == all);
+        for (std::size_t t = 0; t < all; ++t) {
+          const bool whole = stay.count(static_cast<int>(t)) || distance[t] < 1e-3;
+          merged_now += !whole;
+          const auto wanted = whole ? std::pair(rows[0][t], rows[1][t]) : merged(rows[0][t], rows[1][t], .6);
+          double off = 0;
+          for (std::size_t d = 0; d < wanted.first.size(); ++d)
+            off = std::max({off, std::abs(double{a[t][d]} - wanted.first[d]) / (1 + length(rows[0][t])),
+                            std::abs(double{b[t][d]} - wanted.second[d]) / (1 + length(rows[1][t]))});
+          differ += !(off <= 1e-5);
+        }
+      }
+  CHECK(merged_now > 100);
+  CHECK(differ == 0);
+}
+
 TEST_CASE("minicache: what it cannot obey is refused") {
   using Catch::Contains;
   CHECK_THROWS_WITH(run_with(0.5, 1.1, 0.05), Contains("minicache.t: got 1.1, wanted a number from 0 to 1"));

@@ -66,6 +66,38 @@ TEST_CASE("think takes from real text's keys the channels that a plain implement
   CHECK(different.size() > 10);
 }
 
+// The second prompt's channels follow from its queries and from the keys that the first one left.
+TEST_CASE("think prunes again at the end of a second prompt") {
+  constexpr int first = 90, between = 3, second = 40, all = first + between + second, window = 32, recent = 8;
+  OnText run = run_with(0.4, window, recent, all);
+  run.prefill(first);
+  for (int i = 0; i < between; ++i) run.step();
+  OnText whole = run_with(0.4, window, recent, all);
+  whole.prefill(first);
+  run.prefill(second);
+  for (int layer = 0; layer < run.config().layers; ++layer)
+    for (int head = 0; head < run.config().kv_heads; ++head) {
+      CAPTURE(layer, head);
+      const auto& seen = run.layer(layer);
+      const auto h = static_cast<std::size_t>(head), group = static_cast<std::size_t>(run.group());
+      std::vector<std::vector<float>> wanted = whole.stored(KvSide::key, layer, head);
+      for (std::size_t t = first; t < all; ++t)
+        wanted.emplace_back(seen.keys.at[t][h].begin(), seen.keys.at[t][h].end());
+      const std::size_t dim = wanted[0].size();
+      std::vector<double> score(dim);
+      for (std::size_t d = 0; d < dim; ++d) {
+        double q = 0, k = 0;
+        for (std::size_t t = all - window; t < all; ++t)
+          for (std::size_t g = 0; g < group; ++g) q += std::pow(seen.queries.at[t][h * group + g][d], 2);
+        for (const auto& key : wanted) k += std::pow(double{key[d]}, 2);
+        score[d] = -q * k;
+      }
+      for (const int d : best(score, positions_to(static_cast<int>(dim)), dim * 4 / 10))
+        for (std::size_t t = 0; t < all - recent; ++t) wanted[t][static_cast<std::size_t>(d)] = 0;
+      CHECK(run.stored(KvSide::key, layer, head) == wanted);
+    }
+}
+
 TEST_CASE("think: the number of channels is rounded down, and a prompt of recent keys stays whole") {
   const auto zeros = [](double ratio, int recent, int tokens) {
     OnText run = run_with(ratio, 32, recent);

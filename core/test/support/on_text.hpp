@@ -192,9 +192,11 @@ class OnText final : public EngineObserver {
     }
   }
 
-  void prefill(int tokens) {
-    REQUIRE(engine_->prefill(slot_, std::span(text_).first(static_cast<std::size_t>(tokens)), true, {}) == Fit::ok);
-    fed_ = tokens;
+  void prefill(int tokens) {  // feeds the text's next tokens as a prompt
+    REQUIRE(engine_->prefill(slot_,
+                             std::span(text_).subspan(static_cast<std::size_t>(fed_), static_cast<std::size_t>(tokens)),
+                             true, {}) == Fit::ok);
+    fed_ += tokens;
   }
   void step() {  // feeds the text's next token
     REQUIRE(engine_->step({slot_}, {&text_[static_cast<std::size_t>(fed_++)], 1}, {}) == Fit::ok);
