@@ -1,0 +1,133 @@
+// The calibration of KVQuant: thresholds of every key channel before RoPE, and codebooks of each layer's keys and
+// values. Hooper et al. 2024, section 3. Its k-means weighs numbers by Fisher information. Nothing here computes
+// gradients, so all weights are 1.
+#include <kvlab/plugin.hpp>
+#include <kvlab/rewrite.hpp>
+#include <kvlab/statistics.hpp>
+
+#include <limits>
+
+#include "codebooks.hpp"
+
+namespace {
+
+using kvlab::ProfileArray;
+
+struct Thresholds {
+  double lower, upper;
+
+  // Adds the numbers between them, normalised to -1 to 1.
+  template <class Numbers>
+  void add(const Numbers& x, std::vector<float>& to) const {
+    const double zero = (upper + lower) / 2, range = (upper - lower) / 2;
+    for (const float y : x)
+      if (range > 0 && double{y} >= lower && double{y} <= upper)
+        to.push_back(static_cast<float>((double{y} - zero) / range));
+  }
+};
+
+class KvquantCodebooks final : public kvlab::Profiler {
+ public:
+  explicit KvquantCodebooks(const kvlab::Params& p)
+      : share_(p.get<double>("outlier_share")), rounds_(p.get<int>("rounds")) {
+    if (share_ >= 1) throw kvlab::Error(kvlab::Errc::config, "got outlier_share 1, wanted less: all would be outliers");
+  }
+
+  kvlab::Needs needs() const override { return {}; }
+
+  void attach(const kvlab::Shape& shape, kvlab::Workspace&) override {
+    shape_ = shape;
+    width_ = static_cast<std::size_t>(shape.kv_heads) * static_cast<std::size_t>(shape.head_dim);
+    keys_.assign(static_cast<std::size_t>(shape.layers), {}), values_ = keys_;
+    seen_.resize(shape.max_slots, shape.layers, 1);
+  }
+
+  // Tokens of decode steps do not count.
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Stream s) override {
+    if (!kv.last[0]) return;
+    const int n = kv.pages.tokens(0, 0);
+    int& seen = seen_.at(kv.slots[0], kv.layer, 0);
+    std::vector<float> data(width_ * static_cast<std::size_t>(n));
+    const auto rows = kvlab::View<float, 4>::dense(data.data(), {1, shape_.kv_heads, n, shape_.head_dim});
+    for (const bool key : {true, false}) {
+      kvlab::ops::read_rows(key ? kv.keys : kv.values, rows, s);
+      if (key) kvlab::ops::turn_rows(kv.pages, kvlab::ops::RopeTurn::off, rows, s);
+      std::vector<float>& to = (key ? keys_ : values_)[static_cast<std::size_t>(kv.layer)];
+      for (int t = seen; t < n; ++t)
+        for (int h = 0; h < shape_.kv_heads; ++h)
+          to.insert(to.end(), &rows(0, h, t, 0), &rows(0, h, t, 0) + shape_.head_dim);
+    }
+    seen = n;
+  }
+  void release(int slot) override { seen_.clear(slot); }
+
+  void finish(kvlab::Profile& out) override {
+    const std::size_t layers = keys_.size();
+    for (const bool all : {false, true}) {
+      const double share = all ? 0 : share_;
+      const std::string which = all ? "_all" : "";
+      std::vector<float> lower, upper, of_keys, of_values;
+      for (std::size_t l = 0; l < layers; ++l) {
+        std::vector<float> numbers;
+        for (std::size_t c = 0; c < width_; ++c) {
+          std::vector<float> channel;
+          for (std::size_t i = c; i < keys_[l].size(); i += width_) channel.push_back(keys_[l][i]);
+          const Thresholds t = thresholds(channel, share);
+          lower.push_back(static_cast<float>(t.lower)), upper.push_back(static_cast<float>(t.upper));
+          t.add(channel, numbers);
+        }
+        append(std::move(numbers), of_keys);
+        numbers.clear();
+        for (std::size_t i = 0; i < values_[l].size(); i += width_) {
+          const auto first = values_[l].begin() + static_cast<std::ptrdiff_t>(i);
+          const std::vector<float> token(first, first + static_cast<std::ptrdiff_t>(width_));
+          thresholds(token, share).add(token, numbers);
+        }
+        append(std::move(numbers), of_values);
+      }
+      out["key_lower" + which] =
+          of_channels(std::move(lower), all ? "least number of a key" : "lower threshold of a key");
+      out["key_upper" + which] =
+          of_channels(std::move(upper), all ? "greatest number of a key" : "upper threshold of a key");
+      for (auto& [name, entries] : {std::pair{"key_codebook", &of_keys}, {"value_codebook", &of_values}})
+        out[name + which] = {{static_cast<std::int64_t>(entries->size())},
+                             std::move(*entries),
+                             "32 entries a layer: of 2 bits after Q-Norm, then of 2, 3 and 4 bits"};
+    }
+    out["outlier_share"] = {{1}, {static_cast<float>(share_)}, "share of the numbers outside the thresholds"};
+  }
+
+ private:
+  static Thresholds thresholds(std::vector<float> x, double share) {
+    if (x.empty()) return {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::quiet_NaN()};
+    std::sort(x.begin(), x.end());
+    return {kvquant::quantile(x, share / 2), kvquant::quantile(x, 1 - share / 2)};
+  }
+
+  void append(std::vector<float> numbers, std::vector<float>& to) const {
+    const kvquant::Fit fit(std::move(numbers));
+    const auto put = [&](const std::vector<double>& c) { to.insert(to.end(), c.begin(), c.end()); };
+    put(fit.normed(fit.centres(4, rounds_)));
+    for (const std::size_t k : {4u, 8u, 16u}) put(fit.centres(k, rounds_));
+  }
+
+  ProfileArray of_channels(std::vector<float> values, const std::string& unit) const {
+    return {{shape_.layers, shape_.kv_heads, shape_.head_dim}, std::move(values), unit + " channel before RoPE"};
+  }
+
+  double share_;
+  int rounds_;
+  kvlab::Shape shape_;
+  std::size_t width_ = 0;                          // numbers of a token: of all KV heads
+  std::vector<std::vector<float>> keys_, values_;  // [layer] of all prompts, token by token
+  kvlab::PerSequence<int> seen_;                   // tokens of a sequence's layer that are among them
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::profiler<KvquantCodebooks>("kvquant_codebooks",
+                                               "thresholds of key channels before RoPE, and codebooks of each layer")
+                 .param("outlier_share", 0.01, 0, 1,
+                        "share of a channel's keys, and of a token's values, that no "
+                        "codebook stores, below 1")
+                 .param("rounds", 50, 1, 10000, "most rounds of k-means"))
