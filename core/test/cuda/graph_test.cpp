@@ -105,9 +105,21 @@ struct Pair {
       leader.values.push_back(i % heads < 2 ? 0.f : -1.f);
       stable.values.push_back(0.8f);
     }
+    // Thresholds of channels, and codebooks of 32 entries a layer.
+    ProfileArray lower, upper, codebook, share;
+    lower.extent = upper.extent = {model->config.layers, heads, model->config.head_dim};
+    lower.values.assign(static_cast<std::size_t>(model->config.layers * heads * model->config.head_dim), -1);
+    upper.values.assign(lower.values.size(), 1);
+    codebook.extent = {model->config.layers * 32};
+    codebook.values.assign(static_cast<std::size_t>(model->config.layers * 32), 0);
+    share.extent = {1}, share.values = {0.01f};
     // What other profilers measure is in the shape of `unstable`.
-    return {{"unstable", unstable}, {"role", role},     {"pivot_of", leader},   {"stable", stable},
-            {"gate", unstable},     {"echo", unstable}, {"induction", unstable}};
+    return {{"unstable", unstable},       {"role", role},
+            {"pivot_of", leader},         {"stable", stable},
+            {"gate", unstable},           {"echo", unstable},
+            {"induction", unstable},      {"key_lower", lower},
+            {"key_upper", upper},         {"key_codebook", codebook},
+            {"value_codebook", codebook}, {"outlier_share", share}};
   }
   template <class Call>
   void run(const Call& call, std::size_t rows) {
