@@ -1,0 +1,121 @@
+// ShadowKV: keys of a prompt get a low rank, as they were before RoPE. A step reads the chunks whose landmarks fit its
+// query best, and those that no landmark stands for. Sun et al. 2024. Nothing is evicted, and nothing leaves the device.
+#include <kvlab/chunks.hpp>
+#include <kvlab/low_rank.hpp>
+#include <kvlab/plugin.hpp>
+#include <kvlab/rewrite.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+namespace {
+
+using kvlab::BudgetAmount;
+
+class ShadowKv final : public kvlab::Policy {
+ public:
+  explicit ShadowKv(const kvlab::Params& p)
+      : rank_(p.get<int>("rank")),
+        chunk_(p.get<int>("chunk")),
+        outliers_(p.get<bool>("outlier_chunks") ? p.get<int>("outliers") : 0),
+        local_(p.get<int>("local_chunks")),
+        divisor_(p.get<int>("logit_dim")),
+        group_(p.get<kvlab::GroupRule>("group")),
+        factorises_(p.get<bool>("low_rank")) {
+    if (group_ != kvlab::GroupRule::max && group_ != kvlab::GroupRule::mean)
+      throw kvlab::Error(kvlab::Errc::config, "got another rule as group, wanted max or mean");
+  }
+
+  kvlab::Needs needs() const override {
+    return kvlab::Needs{}.functional(true).capturable(capturable_).scratch_numbers(6);
+  }
+
+  void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
+    const int width = shape.kv_heads * shape.head_dim;
+    if (rank_ > width)
+      throw kvlab::Error(kvlab::Errc::config, "got rank " + std::to_string(rank_) + ", wanted at most " +
+                                                  std::to_string(width) + ", the elements of all KV heads' keys");
+    if (budget.kind == BudgetAmount::bytes)
+      throw kvlab::Error(kvlab::Errc::config, "got a budget in bytes, wanted tokens or a ratio: nothing leaves");
+    budget.require((outliers_ + local_ + 1) * chunk_, "the outliers, the local chunks, and one more chunk");
+    limited_ = budget.kind != BudgetAmount::unlimited;
+    capturable_ = budget.kind != BudgetAmount::ratio;
+    if (!limited_) return;
+    kept_ = kvlab::KeptChunks("chunks", shape, chunk_, w);
+    if (!capturable_) return;
+    const int tokens = static_cast<int>(budget.value);
+    if (tokens % chunk_ != 0)
+      throw kvlab::Error(kvlab::Errc::config, "got a budget of " + std::to_string(tokens) +
+                                                  " tokens, wanted a multiple of " + std::to_string(chunk_) +
+                                                  ", the tokens of a chunk");
+    const std::vector<std::int32_t> most(static_cast<std::size_t>(shape.max_slots * shape.kv_heads), chosen(tokens));
+    most_ = kvlab::View<const std::int32_t, 2>::dense(
+        static_cast<const std::int32_t*>(w.constant("chunks to choose", most.data(), most.size() * 4)),
+        {shape.max_slots, shape.kv_heads});
+  }
+
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (!limited_ || !kv.last[0]) return;
+    const kvlab::KeyChunks& chunks = kept_.of(kv);
+    kvlab::ops::chunk_keys(kv.pages, local_, outliers_, chunks, s);
+    if (!factorises_ || kv.budget_tokens(0) >= kv.position[0]) return;  // a step reads the prompt as a whole
+    const auto rows = [&](const char* tag) {
+      return kv.scratch<float>(tag, {kv.rows(), kv.kv_heads(), kv.max_length, kv.pages.head_dim});
+    };
+    const auto keys = rows("keys"), exact = rows("exact keys");
+    kvlab::ops::read_rows(kv.keys, exact, s);
+    kvlab::ops::read_rows(kv.keys, keys, s);
+    kvlab::ops::turn_rows(kv.pages, kvlab::ops::RopeTurn::off, keys, s);
+    kvlab::ops::low_rank(kv.pages, rank_, keys, s);
+    kvlab::ops::turn_rows(kv.pages, kvlab::ops::RopeTurn::on, keys, s);
+    const auto whole = kv.list<kvlab::TokenList>("tokens that stay exact", kv.max_length);
+    kvlab::ops::chunk_tokens(kv.pages, {}, {}, chunks, whole, s);
+    kvlab::ops::copy_rows(kv.pages, whole, exact, keys, s);
+    edits.rewrite(kvlab::KvSide::key, keys);
+  }
+
+  void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (!limited_) return;
+    const kvlab::KeyChunks& chunks = kept_.of(step);
+    const auto scores = step.scratch<float>("scores", {step.rows(), step.kv_heads(), chunks.cosine.extent[2]});
+    const auto scale = static_cast<float>(1 / std::sqrt(divisor_ > 0 ? divisor_ : step.pages.head_dim));
+    kvlab::ops::chunk_scores(step.pages, step.queries.f32(), scale, group_, chunks, scores, *step.workspace, s);
+    const auto list = step.list<kvlab::TokenList>("tokens to read", step.max_length);
+    kvlab::ops::chunk_tokens(step.pages, scores, most_of(step), chunks, list, s);
+    edits.attend(list);
+  }
+
+ private:
+  int chosen(int tokens) const { return std::max(0, tokens / chunk_ - outliers_ - local_); }
+  kvlab::View<const std::int32_t, 2> most_of(const kvlab::LayerStep& step) const {
+    if (most_.data) return most_;
+    std::vector<std::int32_t> most;
+    for (int row = 0; row < step.rows(); ++row)
+      most.insert(most.end(), static_cast<std::size_t>(step.kv_heads()), chosen(step.budget_tokens(row)));
+    return step.upload_heads("chunks to choose", most.data());
+  }
+
+  int rank_, chunk_, outliers_, local_, divisor_;
+  kvlab::GroupRule group_;
+  bool factorises_, limited_ = false, capturable_ = true;
+  kvlab::KeptChunks kept_;
+  kvlab::View<const std::int32_t, 2> most_;
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::policy<ShadowKv>("shadowkv",
+                                     "keys of a prompt get a low rank, and landmarks of chunks choose a step's tokens "
+                                     "(Sun et al. 2024). Functional: every token stays on the device")
+                 .param("rank", 160, 1, kvlab::any, "of the keys before RoPE, jointly over the KV heads")
+                 .param("chunk", 8, 1, 4096, "neighbouring tokens that a step reads or leaves together")
+                 .param("outliers", 48, 0, kvlab::any,
+                        "chunks of each KV head that are read in any case and stay exact: their keys differ most")
+                 .param("local_chunks", 4, 0, kvlab::any, "last chunks of a prompt that are read in any case")
+                 .param("logit_dim", 0, 0, kvlab::any,
+                        "landmarks' logits are divided by its root; 0 = by that of head_dim. The code has 128")
+                 .param("group", kvlab::GroupRule::max, "how the shares of a group's query heads become one: max or mean")
+                 .component("low_rank", "keys of the prompt get the rank; off = they stay as they are")
+                 .component("outlier_chunks", "off = there are no outliers"))

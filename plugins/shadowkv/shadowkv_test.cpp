@@ -1,0 +1,232 @@
+#include <complex>
+
+#include "ops/score/low_rank.hpp"
+#include "support/on_text.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+constexpr int prompt = 130, steps = 5, chunk = 4, outliers = 3, local = 2, limit = 40;
+constexpr int chunks = prompt / chunk - local;
+
+using Settings = std::map<std::string, ParamValue>;
+using Matrix = std::vector<std::vector<double>>;  // [token][element]
+
+Settings params(int rank, Settings more = {}) {
+  more.insert({{"rank", std::int64_t{rank}},
+               {"chunk", std::int64_t{chunk}},
+               {"outliers", std::int64_t{outliers}},
+               {"local_chunks", std::int64_t{local}}});
+  return more;
+}
+OnText run_with(const Settings& of, int tokens = limit) {
+  return OnText(Role::policy, "shadowkv", of, tokens, prompt + steps, 16);
+}
+
+// The keys that the model made for the prompt.
+Matrix keys_of(const OnText& run, int layer, int head) {
+  Matrix keys;
+  for (std::size_t t = 0; t < prompt; ++t)
+    keys.push_back(run.layer(layer).keys.at[t][static_cast<std::size_t>(head)]);
+  return keys;
+}
+
+Matrix landmarks(const Matrix& keys) {
+  Matrix means;
+  for (std::size_t c = 0; c < chunks; ++c) {
+    auto& mean = means.emplace_back(keys[0].size());
+    for (std::size_t t = c * chunk; t < (c + 1) * chunk; ++t)
+      for (std::size_t d = 0; d < mean.size(); ++d) mean[d] += keys[t][d] / chunk;
+  }
+  return means;
+}
+
+// The chunks whose least cosine of a key with the landmark is among the smallest.
+std::vector<int> outliers_of(const Matrix& keys, std::size_t count = outliers) {
+  const Matrix means = landmarks(keys);
+  std::vector<double> apart;
+  for (std::size_t c = 0; c < means.size(); ++c) {
+    double least = 1;
+    for (std::size_t t = c * chunk; t < (c + 1) * chunk; ++t)
+      least = std::min(least, dot(means[c], keys[t]) / std::sqrt(dot(means[c], means[c]) * dot(keys[t], keys[t])));
+    apart.push_back(-least);
+  }
+  return best(apart, positions_to(chunks), count);
+}
+
+bool has(const std::vector<int>& list, int x) { return std::binary_search(list.begin(), list.end(), x); }
+
+// What a step reads of a head.
+std::vector<int> reads(const OnText& run, int layer, int head, int step, std::size_t of_outliers, bool mean,
+                       double divisor) {
+  const Matrix keys = keys_of(run, layer, head), means = landmarks(keys);
+  const std::vector<int> apart = outliers_of(keys, of_outliers);
+  std::vector<int> others;
+  for (int c = 0; c < chunks; ++c)
+    if (!has(apart, c)) others.push_back(c);
+  std::vector<double> score(others.size());
+  for (int g = 0; g < run.group(); ++g) {
+    const auto& q = run.layer(layer).queries.at[static_cast<std::size_t>(prompt + step)]
+                                               [static_cast<std::size_t>(head * run.group() + g)];
+    std::vector<double> logits;
+    for (const int c : others) logits.push_back(dot(q, means[static_cast<std::size_t>(c)]) / std::sqrt(divisor));
+    const std::vector<double> share = softmax(logits);
+    for (std::size_t i = 0; i < share.size(); ++i)
+      score[i] = mean ? score[i] + share[i] : std::max(score[i], share[i]);
+  }
+  std::vector<int> tokens;
+  const std::vector<int> chosen = best(score, others, limit / chunk - local - of_outliers);
+  for (int t = 0; t <= prompt + step; ++t)
+    if (const int c = t / chunk; c >= chunks || has(apart, c) || has(chosen, c)) tokens.push_back(t);
+  return tokens;
+}
+
+// Turns a key by so many positions: pairs are complex numbers.
+void turn(std::vector<double>& x, const RopeTable& rope, double positions) {
+  for (std::size_t i = 0; i < x.size() / 2; ++i) {
+    const auto y = std::complex<double>(x[i], x[x.size() / 2 + i]) *
+                   std::polar(1., positions * double{rope.inv_freq[i]});
+    x[i] = y.real(), x[x.size() / 2 + i] = y.imag();
+  }
+}
+
+// The layer's keys of low rank: of X [token, all heads' elements] before RoPE, U U^T X by the eigenvectors U of X X^T.
+std::vector<Matrix> factorised(const OnText& run, int layer, int rank) {
+  std::vector<Matrix> keys;
+  for (int h = 0; h < run.config().kv_heads; ++h) {
+    keys.push_back(keys_of(run, layer, h));
+    for (std::size_t t = 0; t < prompt; ++t) turn(keys.back()[t], run.rope(), -static_cast<double>(t));
+  }
+  std::vector<double> gram, values, vectors;
+  for (std::size_t a = 0; a < prompt; ++a)
+    for (std::size_t b = 0; b < prompt; ++b) {
+      double sum = 0;
+      for (const Matrix& x : keys) sum += dot(x[a], x[b]);
+      gram.push_back(sum);
+    }
+  ops::eigen_reference(gram, prompt, values, vectors);
+  std::vector<Matrix> out;
+  for (const Matrix& x : keys) {
+    Matrix& low = out.emplace_back(prompt, std::vector<double>(x[0].size()));
+    for (std::size_t q = 0; q < static_cast<std::size_t>(rank); ++q) {
+      std::vector<double> sum(x[0].size());
+      for (std::size_t t = 0; t < prompt; ++t)
+        for (std::size_t d = 0; d < sum.size(); ++d) sum[d] += vectors[q * prompt + t] * x[t][d];
+      for (std::size_t t = 0; t < prompt; ++t)
+        for (std::size_t d = 0; d < sum.size(); ++d) low[t][d] += vectors[q * prompt + t] * sum[d];
+    }
+    for (std::size_t t = 0; t < prompt; ++t) turn(low[t], run.rope(), static_cast<double>(t));
+  }
+  return out;
+}
+
+double distance(const std::vector<float>& a, const std::vector<double>& b) {
+  double sum = 0;
+  for (std::size_t d = 0; d < b.size(); ++d) sum += std::pow(double{a[d]} - b[d], 2);
+  return std::sqrt(sum);
+}
+
+}  // namespace
+
+TEST_CASE("shadowkv reads on real text what a plain implementation reads") {
+  const bool mean = GENERATE(false, true), without = GENERATE(false, true);
+  const int divisor = mean ? 128 : 0, rank = without ? 256 : 20;
+  CAPTURE(mean, without);
+  Settings more{{"outlier_chunks", !without}, {"logit_dim", std::int64_t{divisor}}};
+  if (mean) more["group"] = std::string("mean");
+  OnText run = run_with(params(rank, more));
+  run.prefill(prompt);
+  for (int step = 0; step < steps; ++step) run.step();
+  std::set<std::vector<int>> different;
+  for (int layer = 0; layer < run.config().layers; ++layer)
+    for (int head = 0; head < run.config().kv_heads; ++head) {
+      for (int step = 0; step < steps; ++step) {
+        CAPTURE(layer, head, step);
+        const auto& read = run.layer(layer).read[static_cast<std::size_t>(step)][static_cast<std::size_t>(head)];
+        CHECK(read == reads(run, layer, head, step, without ? 0 : outliers, mean, divisor ? divisor : 64));
+        different.insert(read);
+      }
+      CHECK(run.kept(layer, head) == positions_to(prompt + steps));
+    }
+  CHECK(different.size() > 100);
+}
+
+TEST_CASE("shadowkv stores keys of low rank but for outliers and what lies behind the chunks") {
+  const bool without = GENERATE(false, true);
+  CAPTURE(without);
+  constexpr int rank = 20;
+  OnText run = run_with(params(rank, {{"outlier_chunks", !without}}));
+  run.prefill(prompt);
+  double most = 0;
+  for (int layer = 0; layer < run.config().layers; ++layer) {
+    const std::vector<Matrix> low = factorised(run, layer, rank);
+    for (int head = 0; head < run.config().kv_heads; ++head) {
+      CAPTURE(layer, head);
+      const Matrix exact = keys_of(run, layer, head);
+      const std::vector<int> apart = outliers_of(exact, without ? 0 : outliers);
+      const auto keys = run.stored(KvSide::key, layer, head), values = run.stored(KvSide::value, layer, head);
+      std::size_t wrong = 0;
+      for (std::size_t t = 0; t < prompt; ++t) {
+        const int c = static_cast<int>(t) / chunk;
+        const double length = std::sqrt(dot(exact[t], exact[t]));
+        if (c >= chunks || has(apart, c)) {
+          wrong += distance(keys[t], exact[t]) != 0;
+        } else {
+          wrong += distance(keys[t], low[static_cast<std::size_t>(head)][t]) > 1e-4 * length;
+          most = std::max(most, distance(keys[t], exact[t]) / length);
+        }
+        wrong += distance(values[t], run.layer(layer).values.at[t][static_cast<std::size_t>(head)]) != 0;
+      }
+      CHECK(wrong == 0);
+    }
+  }
+  CHECK(most > .1);  // the rank is low enough to change something
+}
+
+TEST_CASE("shadowkv: a rank that all keys have changes next to nothing, and without low_rank nothing changes") {
+  const int rank = GENERATE(prompt, 255, 256, 3);
+  CAPTURE(rank);
+  OnText run = run_with(params(rank, {{"low_rank", rank != 3}}));
+  run.prefill(prompt);
+  double most = 0;
+  for (int layer = 0; layer < run.config().layers; ++layer)
+    for (int head = 0; head < run.config().kv_heads; ++head) {
+      const Matrix exact = keys_of(run, layer, head);
+      const auto keys = run.stored(KvSide::key, layer, head);
+      for (std::size_t t = 0; t < prompt; ++t)
+        most = std::max(most, distance(keys[t], exact[t]) / std::sqrt(dot(exact[t], exact[t])));
+    }
+  CHECK(most < 1e-5);
+  CHECK((most == 0) == (rank == 3));
+}
+
+TEST_CASE("shadowkv: a prompt that the budget holds is read as a whole and keeps its keys") {
+  const auto changes = [](int tokens) {
+    OnText run = run_with(params(20));
+    run.prefill(tokens);
+    run.step();
+    const auto keys = run.stored(KvSide::key, 5, 1);
+    double most = 0;
+    for (std::size_t t = 0; t < static_cast<std::size_t>(tokens); ++t)
+      most = std::max(most, distance(keys[t], run.layer(5).keys.at[t][1]));
+    return std::pair{run.layer(5).read[0][1].size(), most > 0};
+  };
+  CHECK(changes(1) == std::pair{std::size_t{2}, false});
+  CHECK(changes(7) == std::pair{std::size_t{8}, false});
+  CHECK(changes(limit) == std::pair{std::size_t{limit + 1}, false});
+  // One token is in no chunk and read besides; it was in a chunk's place before.
+  CHECK(changes(limit + 1) == std::pair{std::size_t{limit + 2}, true});
+  CHECK(changes(limit + chunk) == std::pair{std::size_t{limit + 1}, true});
+}
+
+TEST_CASE("shadowkv: what it cannot obey is refused") {
+  using Catch::Contains;
+  CHECK_THROWS_WITH(run_with(params(257)), Contains("got rank 257, wanted at most 256"));
+  CHECK_THROWS_WITH(run_with(params(0)), Contains("shadowkv.rank: got 0"));
+  CHECK_THROWS_WITH(run_with(params(20), 42), Contains("got a budget of 42 tokens, wanted a multiple of 4"));
+  CHECK_THROWS_WITH(run_with(params(20), 20), Contains("got a budget of 20 tokens, wanted at least 24"));
+  CHECK_NOTHROW(run_with(params(20), 24));
+  CHECK_THROWS_WITH(run_with(params(20, {{"group", std::string("sum")}})), Contains("wanted max or mean"));
+}
