@@ -1,5 +1,6 @@
 // ShadowKV: keys of a prompt get a low rank, as they were before RoPE. A step reads the chunks whose landmarks fit its
-// query best, and those that no landmark stands for. Sun et al. 2024. Nothing is evicted, and nothing leaves the device.
+// query best, and those that no landmark stands for. Sun et al. 2024. Nothing is evicted, and nothing leaves the
+// device.
 #include <kvlab/chunks.hpp>
 #include <kvlab/low_rank.hpp>
 #include <kvlab/plugin.hpp>
@@ -116,6 +117,7 @@ KVLAB_PLUGIN(kvlab::policy<ShadowKv>("shadowkv",
                  .param("local_chunks", 4, 0, kvlab::any, "last chunks of a prompt that are read in any case")
                  .param("logit_dim", 0, 0, kvlab::any,
                         "landmarks' logits are divided by its root; 0 = by that of head_dim. The code has 128")
-                 .param("group", kvlab::GroupRule::max, "how the shares of a group's query heads become one: max or mean")
+                 .param("group", kvlab::GroupRule::max,
+                        "how the shares of a group's query heads become one: max or mean")
                  .component("low_rank", "keys of the prompt get the rank; off = they stay as they are")
                  .component("outlier_chunks", "off = there are no outliers"))

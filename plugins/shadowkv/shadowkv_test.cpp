@@ -28,8 +28,7 @@ OnText run_with(const Settings& of, int tokens = limit) {
 // The keys that the model made for the prompt.
 Matrix keys_of(const OnText& run, int layer, int head) {
   Matrix keys;
-  for (std::size_t t = 0; t < prompt; ++t)
-    keys.push_back(run.layer(layer).keys.at[t][static_cast<std::size_t>(head)]);
+  for (std::size_t t = 0; t < prompt; ++t) keys.push_back(run.layer(layer).keys.at[t][static_cast<std::size_t>(head)]);
   return keys;
 }
 
@@ -68,13 +67,13 @@ std::vector<int> reads(const OnText& run, int layer, int head, int step, std::si
     if (!has(apart, c)) others.push_back(c);
   std::vector<double> score(others.size());
   for (int g = 0; g < run.group(); ++g) {
-    const auto& q = run.layer(layer).queries.at[static_cast<std::size_t>(prompt + step)]
-                                               [static_cast<std::size_t>(head * run.group() + g)];
+    const auto& q =
+        run.layer(layer)
+            .queries.at[static_cast<std::size_t>(prompt + step)][static_cast<std::size_t>(head * run.group() + g)];
     std::vector<double> logits;
     for (const int c : others) logits.push_back(dot(q, means[static_cast<std::size_t>(c)]) / std::sqrt(divisor));
     const std::vector<double> share = softmax(logits);
-    for (std::size_t i = 0; i < share.size(); ++i)
-      score[i] = mean ? score[i] + share[i] : std::max(score[i], share[i]);
+    for (std::size_t i = 0; i < share.size(); ++i) score[i] = mean ? score[i] + share[i] : std::max(score[i], share[i]);
   }
   std::vector<int> tokens;
   const std::vector<int> chosen = best(score, others, limit / chunk - local - of_outliers);
@@ -86,8 +85,8 @@ std::vector<int> reads(const OnText& run, int layer, int head, int step, std::si
 // Turns a key by so many positions: pairs are complex numbers.
 void turn(std::vector<double>& x, const RopeTable& rope, double positions) {
   for (std::size_t i = 0; i < x.size() / 2; ++i) {
-    const auto y = std::complex<double>(x[i], x[x.size() / 2 + i]) *
-                   std::polar(1., positions * double{rope.inv_freq[i]});
+    const auto y =
+        std::complex<double>(x[i], x[x.size() / 2 + i]) * std::polar(1., positions * double{rope.inv_freq[i]});
     x[i] = y.real(), x[x.size() / 2 + i] = y.imag();
   }
 }

@@ -13,11 +13,11 @@ namespace kvlab {
 // The chunks of a layer's keys, in state memory. Chunk c of a head has the places [c * size, (c + 1) * size). Places
 // behind the last chunk belong to none.
 struct KeyChunks {
-  View<float, 4> landmark;       // [slot, kv_head, chunk, head_dim]
-  View<float, 3> cosine;         // [slot, kv_head, chunk] the least one of a key with the landmark
-  View<std::int32_t, 3> outlier; // [slot, kv_head, chunk] 0 or 1
-  View<std::int32_t, 2> count;   // [slot, kv_head] chunks
-  int size = 1;                  // tokens of a chunk
+  View<float, 4> landmark;        // [slot, kv_head, chunk, head_dim]
+  View<float, 3> cosine;          // [slot, kv_head, chunk] the least one of a key with the landmark
+  View<std::int32_t, 3> outlier;  // [slot, kv_head, chunk] 0 or 1
+  View<std::int32_t, 2> count;    // [slot, kv_head] chunks
+  int size = 1;                   // tokens of a chunk
 };
 
 // Takes empty chunks in attach. Core saves, restores and clears them with the sequence.

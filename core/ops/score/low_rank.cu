@@ -15,8 +15,8 @@ namespace {
 
 using namespace cuda;
 
-constexpr int tile = 16, tile_threads = tile * tile, form_threads = 512, vector_threads = 32, threads = 256, warps = threads / 32,
-              most_width = 4096;
+constexpr int tile = 16, tile_threads = tile * tile, form_threads = 512, vector_threads = 32, threads = 256,
+              warps = threads / 32, most_width = 4096;
 
 // Grids end in the batch row. Matrices are [width, width] for each of them.
 struct Call {
@@ -24,11 +24,11 @@ struct Call {
   View<float, 4> rows;
   int width;
   RankSide side;
-  double *gram, *vectors;    // gram keeps the reflections: that of column k is row k from k + 1 on
-  double *diagonal, *beside; // [row, width] of the tridiagonal form
+  double *gram, *vectors;     // gram keeps the reflections: that of column k is row k from k + 1 on
+  double *diagonal, *beside;  // [row, width] of the tridiagonal form
   double *beta, *values;      // [row, width]
   double* energy;             // [row] the sum of squares
-  std::int32_t* order;       // [row, width] the eigenvectors that the projection sums
+  std::int32_t* order;        // [row, width] the eigenvectors that the projection sums
 
   __device__ double* matrix(double* of, int row) const { return of + std::int64_t(row) * width * width; }
   template <class T>
@@ -258,8 +258,8 @@ void low_rank_cuda(const PagedKv& kv, int rank, View<float, 4> rows, Stream s) {
 
 // A warp has a token.
 __global__ void __launch_bounds__(threads)
-    copy_kernel(const __grid_constant__ DeviceKv kv, const __grid_constant__ TokenList tokens, View<const float, 4> from,
-                View<float, 4> to) {
+    copy_kernel(const __grid_constant__ DeviceKv kv, const __grid_constant__ TokenList tokens,
+                View<const float, 4> from, View<float, 4> to) {
   const int head = blockIdx.y, row = blockIdx.z;
   const int n = entries_of(kv, row, head, 1, min(from.extent[2], to.extent[2]));
   const std::int64_t of = tokens.at(row);

@@ -9,7 +9,9 @@ namespace kvlab::ops {
 
 // Cyclic Jacobi: each rotation makes one element beside the diagonal 0.
 void eigen_reference(std::vector<double> a, int n, std::vector<double>& values, std::vector<double>& vectors) {
-  const auto at = [n](int i, int j) { return static_cast<std::size_t>(i) * static_cast<std::size_t>(n) + static_cast<std::size_t>(j); };
+  const auto at = [n](int i, int j) {
+    return static_cast<std::size_t>(i) * static_cast<std::size_t>(n) + static_cast<std::size_t>(j);
+  };
   std::vector<double> v(a.size());
   for (int i = 0; i < n; ++i) v[at(i, i)] = 1;
   double all = 0;

@@ -157,7 +157,8 @@ void chunk_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std
           order.push_back(c);
       std::sort(order.begin(), order.end(),
                 [&](int a, int b) { return comes_before(scores(r, h, a), a, scores(r, h, b), b); });
-      const auto chosen = order.empty() ? 0 : std::clamp<std::int64_t>(most(r, h), 0, static_cast<std::int64_t>(order.size()));
+      const auto chosen =
+          order.empty() ? 0 : std::clamp<std::int64_t>(most(r, h), 0, static_cast<std::int64_t>(order.size()));
       for (std::int64_t i = 0; i < chosen; ++i)
         read[static_cast<std::size_t>(order[static_cast<std::size_t>(i)])] = true;
       int kept = 0;

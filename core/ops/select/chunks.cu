@@ -75,7 +75,7 @@ void chunk_keys_cuda(const PagedKv& kv, int local, int outliers, const KeyChunks
   if (kv.rows == 0) return;
   const std::int64_t most = std::min(chunks.cosine.extent[2], kv.table.extent[2] * kv.page_size / chunks.size);
   landmark_kernel<<<grid_of_heads(most, kv.kv_heads, kv.rows), landmark_threads, 0, stream_of(s)>>>(DeviceKv(kv), local,
-                                                                                                   chunks);
+                                                                                                    chunks);
   check_launch("chunk_keys");
   outlier_kernel<<<grid_of_heads((most + threads - 1) / threads, kv.kv_heads, kv.rows), threads, 0, stream_of(s)>>>(
       DeviceKv(kv), local, outliers, chunks);
@@ -210,7 +210,7 @@ void chunk_tokens_cuda(const PagedKv& kv, View<const float, 3> scores, View<cons
                        const KeyChunks& chunks, TokenList list, Stream s) {
   if (kv.rows == 0) return;
   chunk_tokens_kernel<<<grid_of_heads(1, kv.kv_heads, kv.rows), threads, 0, stream_of(s)>>>(DeviceKv(kv), scores, most,
-                                                                                           chunks, list);
+                                                                                            chunks, list);
   check_launch("chunk_tokens");
 }
 

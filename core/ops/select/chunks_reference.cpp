@@ -54,8 +54,7 @@ void chunk_scores_reference(const PagedKv& kv, View<const float, 3> queries, flo
       const int slot = kv.slots[r], count = chunks.count(slot, h);
       const auto logit = [&](std::int64_t g, int c) {
         double dot = 0;
-        for (int d = 0; d < kv.head_dim; ++d)
-          dot += double{queries(r, g, d)} * double{chunks.landmark(slot, h, c, d)};
+        for (int d = 0; d < kv.head_dim; ++d) dot += double{queries(r, g, d)} * double{chunks.landmark(slot, h, c, d)};
         return double{scale} * dot;
       };
       std::vector<double> joined(static_cast<std::size_t>(count));
