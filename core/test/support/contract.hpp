@@ -188,9 +188,10 @@ class Subjects {
   std::vector<const PluginInfo*> all(Role role) { return registry_.list(role); }
   // The defaults, but without dense layers, which could be all layers of a tiny model, and with layers by number that
   // it has. Sinks and window of a policy, and of a scorer that pins many tokens, must leave room in the suite's
-  // budgets. So must outliers, and the rank of keys must be less than a tiny model's. A codec's residual must leave
-  // pages to encode. A policy of an amount of its own may keep nothing but sinks and window. These then cover the
-  // suite's short prompts, or it leaves them whole. One that reads pages of an amount of its own leaves some out.
+  // budgets. So must outliers and local chunks, and the rank of keys must be less than a tiny model's. A codec's
+  // residual must leave pages to encode. A policy of an amount of its own may keep nothing but sinks and window. These
+  // then cover the suite's short prompts, or it leaves them whole. One that reads pages of an amount of its own leaves
+  // some out.
   static PluginUse use(const PluginInfo& p, std::map<std::string, ParamValue> given = {}) {
     if (find_param(p, "dense_layers")) given["dense_layers"] = std::int64_t{0};
     if (find_param(p, "full_layers")) given["full_layers"] = std::string();
@@ -198,7 +199,8 @@ class Subjects {
       for (const char* name : {"sinks", "window"})
         if (find_param(p, name)) given[name] = std::int64_t{6};
     if (find_param(p, "rank") && find_param(p, "outliers"))
-      given["rank"] = std::int64_t{8}, given["outliers"] = std::int64_t{1};
+      for (const auto& [name, value] : {std::pair{"rank", 8}, {"outliers", 1}, {"local_chunks", 1}})
+        if (find_param(p, name)) given[name] = std::int64_t{value};
     if (find_param(p, "filter_layers")) given["filter_layers"] = std::string("0");
     if (find_param(p, "wait_layers")) given["wait_layers"] = std::int64_t{0};
     if (p.role == Role::policy && create<Policy>(p, resolve(p, given))->needs().own_amount())
