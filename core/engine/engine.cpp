@@ -94,6 +94,9 @@ void check_needs(const Model& model, const Policy& policy, const EngineOptions& 
                 author_of(policy));
   if (needs.mass() != Mass::none && needs.mass_into().when != Mass::none)
     throw Error(Errc::plugin, "got mass and mass_into of one policy, wanted one of the two");
+  if (needs.next_queries() && (needs.observe_beside() || needs.rope() != RopeRegime::original))
+    throw Error(Errc::plugin,
+                "got next_queries of a policy that observes beside the step or where RoPE goes by rank, wanted neither");
   if (needs.rope() == RopeRegime::original && o.max_tokens > model.config.context)
     throw Error(Errc::config, "got " + std::to_string(o.max_tokens) + " tokens of prompt and answer, wanted at most " +
                                   std::to_string(model.config.context) + ", the context of " + model.name);
@@ -203,6 +206,7 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
   questions_ = StreamMemory(stream_, tail_.size() * sizeof(std::uint32_t));
   zero_memory(questions_.as<>(), questions_.bytes(), stream_);
   if (needs_.output_projection()) projection_.emplace(*executor_);
+  if (needs_.next_queries()) ahead_.emplace(*executor_);
   if (needs_.future_mass()) foresight_.emplace(*options.recorded, *store_, question_);
   if (needs_.steps()) {
     host_steps_.resize(tail_.size());
@@ -566,6 +570,7 @@ LayerStep Engine::layer_step(const DecodeLayer& l) {
   // Ops start blocks for as many pages as a table has entries.
   step.pages.table.extent[2] = pages_.table.extent[2] = step.host_pages.table.extent[2] = step.max_pages;
   if (l.output) step.output = l.output;
+  if (ahead_) step.ahead = &*ahead_;
   return step;
 }
 

@@ -17,6 +17,7 @@
 #include "engine/foresight.hpp"
 #include "engine/host_copy.hpp"
 #include "engine/projection.hpp"
+#include "engine/queries_ahead.hpp"
 #include "exec/executor.hpp"
 
 namespace kvlab {
@@ -226,6 +227,7 @@ class Engine final : private LayerHooks {
   std::vector<std::uint32_t> question_;              // [slot] the same on the host
   std::optional<Foresight> foresight_;               // where the policy needs it, like projection_
   std::optional<Projection> projection_;
+  std::optional<NextQueries> ahead_;
   StreamMemory device_steps_;              // [slot] i32: LayerKv::steps
   std::vector<std::int32_t> host_steps_;   // [slot] the same on the host
   StreamMemory text_, token_kinds_;        // of LayerKv::text, where the policy needs it

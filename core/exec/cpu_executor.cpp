@@ -86,6 +86,30 @@ void CpuExecutor::project_output(int layer, int head, const float* x, std::int64
   }
 }
 
+void CpuExecutor::queries_ahead(int layer, std::int64_t rows, float* out) {
+  const ModelConfig& c = model_->config;
+  const auto at = static_cast<std::size_t>(layer);
+  const ModelLayer &own = model_->layers.at(at), &next = model_->layers.at(at + 1);
+  const std::int64_t qn = std::int64_t{c.heads} * c.head_dim, n = next.qkv.n(), half = c.head_dim / 2;
+  hidden_.resize(static_cast<std::size_t>(rows * c.hidden));
+  wide_.resize(static_cast<std::size_t>(rows * n));
+  rms_norm(x_.data(), own.input_norm, c.rms_eps, rows, c.hidden, hidden_.data());
+  {
+    const PartTimer timer(Part::gemm);
+    next.qkv.apply(hidden_.data(), c.hidden, wide_.data(), n, rows);
+  }
+  for (std::int64_t r = 0; r < rows; ++r) {
+    float *y = wide_.data() + r * n, *q = out + r * qn;
+    if (!next.qkv_bias.empty()) ops::add(next.qkv_bias.data(), n, y);
+    if (next.query_norm.empty())
+      std::copy(y, y + qn, q);
+    else
+      rms_norm(y, next.query_norm, c.rms_eps, c.heads, c.head_dim, q);
+    const float* angle = angles_.data() + r * c.head_dim;
+    for (int h = 0; h < c.heads; ++h) ops::rotate_with(q + h * c.head_dim, angle, angle + half, c.head_dim);
+  }
+}
+
 // x += output projection of attention, then x += MLP(x).
 void CpuExecutor::finish_layer(int layer, std::int64_t rows) {
   const ModelConfig& c = model_->config;

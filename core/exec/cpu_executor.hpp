@@ -10,6 +10,7 @@ class CpuExecutor : public Executor {
  public:
   CpuExecutor(std::shared_ptr<const Model> model, CpuStore& store);
   void project_output(int layer, int head, const float* x, std::int64_t rows, float* y) const override;
+  void queries_ahead(int layer, std::int64_t rows, float* out) override;
 
  protected:
   void begin(std::span<const int> tokens, const std::vector<std::int32_t>& position, Phase phase) override;

@@ -222,6 +222,31 @@ void CudaExecutor::project(int layer, std::int64_t rows) {
   }
 }
 
+// The norm of this layer's input is in normed_ still, if the product before left it there.
+void CudaExecutor::queries_ahead(int layer, std::int64_t rows, float* out) {
+  const PartTimer timer(Part::gemm);
+  const ModelConfig& c = model_->config;
+  const auto own = static_cast<std::size_t>(layer);
+  const CudaLayer& next = weights_.layers.at(own + 1);
+  const std::int64_t block = rows_together(), width = std::int64_t{c.heads} * c.head_dim;
+  const bool left = layer > 0 && fuses_norms(rows);
+  for (std::int64_t at = 0; at < rows; at += block) {
+    const std::int64_t count = std::min(block, rows - at);
+    ops::NormTaken taken;
+    const void* x = normed(at, count, weights_.layers[own].input_norm, left, taken);
+    ops::LinearArgs a = product(next.qkv, x, weights_.dtype, count, next.qkv_bias, out + at * width, width);
+    a.n = width;  // queries come first
+    a.taken = taken;
+    ops::linear(a, stream_);
+  }
+  ops::RopeAppendArgs a = rope(layer + 1, rows);
+  a.qkv = out, a.qkv_stride = width;
+  a.kv_heads = 0;
+  a.append = false;
+  a.nonfinite = nullptr;
+  ops::rope_append(a, stream_);
+}
+
 ops::RopeAppendArgs CudaExecutor::rope(int layer, std::int64_t rows) {
   const ModelConfig& c = model_->config;
   const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];

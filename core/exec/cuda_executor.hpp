@@ -24,6 +24,7 @@ class CudaExecutor final : public Executor {
   static void check(const Model& model);  // throws the same for all but the weights
 
   void project_output(int layer, int head, const float* x, std::int64_t rows, float* y) const override;
+  void queries_ahead(int layer, std::int64_t rows, float* out) override;
   std::int64_t replays() const override { return replayed_; }
   double device_ms() const override { return watch_.ms(); }
 

@@ -239,6 +239,7 @@ std::string needs_text(const PluginInfo& plugin) {
     if (!n.chunked_prompts()) rows.push_back({"prompts", "whole, not in chunks"});
     if (n.window_queries() > 0) rows.push_back({"queries", fmt::format("the prompt's last {}", n.window_queries())});
     if (n.output_projection()) rows.push_back({"weights", "the output projection, for the size of projected values"});
+    if (n.next_queries()) rows.push_back({"queries", "those that the next layer would have for a layer's input"});
     if (n.finish_prompt()) rows.push_back({"prompts", "a call for each layer once all layers have ended"});
     if (n.profile()) rows.push_back({"profile", "a file of `kvlab profile`"});
     const auto of = [](Mass m) { return m == Mass::all ? "of prompts and steps" : "of steps"; };

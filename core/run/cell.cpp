@@ -40,6 +40,10 @@ void check_cell(const CellInput& given) {
     throw Error(Errc::config,
                 "got '" + in.policy().name +
                     "' for a replay, wanted a policy without projected_norms(): a recording has no output projection");
+  if (needs.next_queries() && !in.experiment->recording.empty())
+    throw Error(Errc::config, "got '" + in.policy().name +
+                                  "' for a replay, wanted a policy without next_queries(): a recording has no hidden "
+                                  "states");
   in.full_runs = full_runs_for(in, needs);
   Engine::check(*in.model, *cell_policy(in), engine_options(in, 1));
   try {

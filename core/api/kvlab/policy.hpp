@@ -94,6 +94,8 @@ class Needs {
   // the cells of an experiment without a workload, and nowhere else: Errc::config.
   Needs& future_mass(bool yes) { return future_mass_ = yes, *this; }
   Needs& output_projection(bool yes) { return output_projection_ = yes, *this; }  // LayerKv::projected_norms
+  // LayerStep::next_queries. With observe_beside it is Errc::plugin, and so is a regime but RopeRegime::original.
+  Needs& next_queries(bool yes) { return next_queries_ = yes, *this; }
   // Policy::finish_prompt.
   Needs& finish_prompt(bool yes) { return finish_prompt_ = yes, *this; }
   // The policy changes stored keys or values (Edits::rewrite), as a method's own format would. Bytes and times stay
@@ -126,6 +128,7 @@ class Needs {
   bool future_mass() const { return future_mass_; }
   bool profile() const { return profile_; }
   bool output_projection() const { return output_projection_; }
+  bool next_queries() const { return next_queries_; }
   bool finish_prompt() const { return finish_prompt_; }
   bool functional() const { return functional_; }
   bool host_pages() const { return host_pages_; }
@@ -157,6 +160,7 @@ class Needs {
   bool future_mass_ = false;
   bool profile_ = false;
   bool output_projection_ = false;
+  bool next_queries_ = false;
   bool finish_prompt_ = false;
   bool host_pages_ = false;
   bool archive_ = false;
@@ -197,6 +201,15 @@ class OutputProjection {
  public:
   virtual ~OutputProjection() = default;
   virtual void norms(const LayerKv& kv, Scores out, Stream s) const = 0;
+};
+
+struct LayerStep;
+
+// Core's own: what LayerStep::next_queries asks.
+class QueriesAhead {
+ public:
+  virtual ~QueriesAhead() = default;
+  virtual void of(const LayerStep& step, View<float, 3> out, Stream s) const = 0;
 };
 
 // The cache of one layer during a callback.
@@ -317,6 +330,17 @@ struct LayerStep : LayerKv {
   int max_pages = 0;                     // of max_length tokens
   Tensor<3> output;                      // [row, query head, head_dim] attention output; observe only
   ops::FinalList* final_list = nullptr;  // core's own: for the list that select attends to
+  const QueriesAhead* ahead = nullptr;   // core's own, like projection
+
+  // out[row, query head, d] = the queries that the next layer would have for this layer's attention input, if needs()
+  // asks for it. That is x behind this layer's input norm, times the next layer's query weights, with its bias, its
+  // query norm and RoPE at the token's text position. out: dense. The last layer has none: Errc::plugin. A graph may
+  // hold the call. The cost is that of the next layer's projections of queries, keys and values. A GPU multiplies
+  // 16-bit numbers, as for the queries themselves.
+  void next_queries(View<float, 3> out, Stream s) const {
+    if (!ahead) throw Error(Errc::plugin, "got next_queries() in a callback, wanted needs() to ask for it");
+    ahead->of(*this, out, s);
+  }
 };
 
 struct Step;

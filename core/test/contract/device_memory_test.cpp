@@ -67,6 +67,18 @@ class OnGuardedDevice final : public Policy {
     const OutputProjection* inner_;
   };
 
+  class OpenedAhead final : public QueriesAhead {
+   public:
+    explicit OpenedAhead(const QueriesAhead* inner) : inner_(inner) {}
+    void of(const LayerStep& step, View<float, 3> out, Stream) const override {
+      const GuardedDevice::Open open;
+      inner_->of(step, out, Stream::cpu());
+    }
+
+   private:
+    const QueriesAhead* inner_;
+  };
+
   template <class Kv, class Callback>
   void run(const Kv& from, Edits& edits, const Callback& callback) {
     Kv kv = from;
@@ -83,6 +95,12 @@ class OnGuardedDevice final : public Policy {
     kv.mass = device_.put(from.mass);
     const Opened projection(from.projection);
     if (from.projection) kv.projection = &projection;
+    const OpenedAhead ahead([&]() -> const QueriesAhead* {
+      if constexpr (std::is_same_v<Kv, LayerStep>) return from.ahead;
+      return nullptr;
+    }());
+    if constexpr (std::is_same_v<Kv, LayerStep>)
+      if (from.ahead) kv.ahead = &ahead;
     if (from.queries) kv.queries = device_.put(from.queries.f32());
     if (from.chunk_queries) kv.chunk_queries = device_.put(from.chunk_queries.f32());
     if (from.window_queries) kv.window_queries = device_.put(from.window_queries.f32());
