@@ -95,8 +95,9 @@ void check_needs(const Model& model, const Policy& policy, const EngineOptions& 
   if (needs.mass() != Mass::none && needs.mass_into().when != Mass::none)
     throw Error(Errc::plugin, "got mass and mass_into of one policy, wanted one of the two");
   if (needs.next_queries() && (needs.observe_beside() || needs.rope() != RopeRegime::original))
-    throw Error(Errc::plugin,
-                "got next_queries of a policy that observes beside the step or where RoPE goes by rank, wanted neither");
+    throw Error(
+        Errc::plugin,
+        "got next_queries of a policy that observes beside the step or where RoPE goes by rank, wanted neither");
   if (needs.rope() == RopeRegime::original && o.max_tokens > model.config.context)
     throw Error(Errc::config, "got " + std::to_string(o.max_tokens) + " tokens of prompt and answer, wanted at most " +
                                   std::to_string(model.config.context) + ", the context of " + model.name);

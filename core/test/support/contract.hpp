@@ -203,8 +203,9 @@ class Subjects {
         if (find_param(p, name)) given[name] = std::int64_t{value};
     if (find_param(p, "filter_layers")) given["filter_layers"] = std::string("0");
     if (find_param(p, "wait_layers")) given["wait_layers"] = std::int64_t{0};
+    if (find_param(p, "block")) given["block"] = std::int64_t{8};
     if (p.role == Role::policy && create<Policy>(p, resolve(p, given))->needs().own_amount())
-      for (const auto& [name, value] : {std::pair{"window", 32}, {"tokens", 40}, {"whole", 40}})
+      for (const auto& [name, value] : {std::pair{"window", 32}, {"tokens", 40}, {"whole", 40}, {"cap", 40}})
         if (find_param(p, name)) given[name] = std::int64_t{value};
     if (p.role == Role::codec && find_param(p, "residual")) given["residual"] = std::int64_t{8};
     return {p.role, p.name, resolve(p, given)};

@@ -1,0 +1,78 @@
+// Blocks of neighbouring tokens as an index of a policy's own: ops that sum the attention of near queries, make vectors
+// of blocks by it, and choose blocks. All of it stays on the stream's device. ops.hpp says what holds for every op.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "kvlab/kv.hpp"
+#include "kvlab/policy.hpp"
+#include "kvlab/stream.hpp"
+#include "kvlab/workspace.hpp"
+
+namespace kvlab {
+
+// How a text is cut, in tokens. Block b has the places from first + b * block on. `first` and `block` are whole pages.
+// All KV heads of a row hold the same tokens, in text order, and none leaves.
+struct BlockRule {
+  int first = 0;            // tokens in front of the first block
+  int block = 128;          // tokens of a block, at most 65536
+  int window = 4096;        // newest tokens, which are in no block
+  int representatives = 4;  // tokens whose keys make the vector of a block, 1 to `block`
+
+  // Blocks of a text of so many tokens.
+  constexpr int blocks(int tokens) const { return std::max(0, tokens - first - window) / block; }
+};
+
+// The blocks of a layer, in state memory.
+struct KeyBlocks {
+  View<float, 4> key;          // [slot, query head, block, head_dim]
+  View<float, 3> mass;         // [slot, query head, place]
+  View<std::int32_t, 1> made;  // [slot] blocks that have vectors
+};
+
+// Takes no blocks and no mass in attach. Core saves, restores and clears them with the sequence.
+class KeptBlocks {
+ public:
+  KeptBlocks() = default;
+  KeptBlocks(const char* tag, const Shape& s, const BlockRule& rule, Workspace& w) {
+    static_assert(sizeof(float) == sizeof(std::int32_t));
+    const std::int64_t dim = s.head_dim, blocks = rule.blocks(s.max_tokens), keys = blocks * dim,
+                       head = keys + s.max_tokens, layer = head * s.query_heads + 1, slot = layer * s.layers;
+    auto* data = static_cast<float*>(w.state(tag, static_cast<std::size_t>(slot) * sizeof(float), s.max_slots));
+    for (int l = 0; l < s.layers; ++l, data += layer) {
+      KeyBlocks x;
+      x.key = {data, {s.max_slots, s.query_heads, blocks, dim}, {slot, head, dim, 1}};
+      x.mass = {data + keys, {s.max_slots, s.query_heads, s.max_tokens}, {slot, head, 1}};
+      x.made = {reinterpret_cast<std::int32_t*>(data + head * s.query_heads), {s.max_slots}, {slot}};
+      layers_.push_back(x);
+    }
+  }
+  const KeyBlocks& of(const LayerKv& kv) const { return layers_[static_cast<std::size_t>(kv.layer)]; }
+
+ private:
+  std::vector<KeyBlocks> layers_;
+};
+
+namespace ops {
+
+// blocks.mass(slot, query head, place) += mass(row, query head, place) for the `newest` newest places of the row; 0 =
+// all. It reads no page. Bytes: mass, and what it is added to twice.
+void add_block_mass(const PagedKv& kv, View<const float, 3> mass, int newest, const KeyBlocks& blocks, Stream s);
+
+// Makes the vectors of all blocks that a row has by now and that have none. The vector of a query head is the mean of
+// the keys of the block's `representatives` places with the most mass, summed in f64 in the order of places. Keys must
+// be stored as rotated: RopeRegime::cache_relative is Errc::unsupported. It reads no page of another block. Bytes: mass
+// and keys of these blocks, and their vectors.
+void make_blocks(const PagedKv& kv, const BlockRule& rule, const KeyBlocks& blocks, Stream s);
+
+// list = for every KV head the same pages: those before the first block, those of the row's most[row] best blocks, and
+// those behind the last block that has a vector. The score of a block is the sum of query . vector over all query
+// heads, in f64, as f32. queries: [row, query head, head_dim], contiguous along head_dim. most: [row] memory of the
+// stream's device. scores: [row, 1, block] scratch with room for all blocks. list has room for all pages. It reads no
+// page. Bytes: the vectors.
+void block_pages(const PagedKv& kv, View<const float, 3> queries, const BlockRule& rule, const std::int32_t* most,
+                 const KeyBlocks& blocks, Scores scores, PageList list, Stream s);
+
+}  // namespace ops
+}  // namespace kvlab

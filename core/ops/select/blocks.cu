@@ -1,0 +1,149 @@
+// Blocks of tokens on a GPU. Vectors of blocks are summed in the order of the CPU's, in f64: they have the same bits.
+#include "ops/select/blocks.hpp"
+
+#include <algorithm>
+
+#include "base/cuda.cuh"
+#include "base/device_op.hpp"
+#include "base/lanes.cuh"
+#include "ops/page/paged.cuh"
+#include "ops/select/clusters.cuh"
+#include "ops/select/clusters.hpp"
+
+namespace kvlab::ops {
+using namespace cuda;
+namespace {
+
+constexpr int threads = 128, warps = threads / 32, list_threads = 256;
+
+// Grids are [.., head, row].
+__global__ void __launch_bounds__(threads)
+    mass_kernel(DeviceKv kv, View<const float, 3> mass, int newest, const __grid_constant__ KeyBlocks blocks) {
+  const int head = blockIdx.y, row = blockIdx.z, slot = kv.kv.slots[row];
+  const int n = static_cast<int>(
+                min(min(std::int64_t{kv.tokens(row, 0)}, blocks.mass.extent[2]), std::int64_t{mass.extent[2]})),
+            from = newest > 0 ? max(0, n - newest) : 0;
+  for (int t = from + blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads)
+    blocks.mass(slot, head, t) += mass(row, head, t);
+}
+
+// The blocks of a row that have vectors, once this call is over.
+__device__ int wanted_blocks(const DeviceKv& kv, const BlockRule& rule, const KeyBlocks& blocks, int row) {
+  const int all = max(0, kv.tokens(row, 0) - rule.first - rule.window) / rule.block;
+  return static_cast<int>(min(std::int64_t{all}, blocks.key.extent[2]));
+}
+
+// A thread block takes a block of tokens for one query head.
+__global__ void __launch_bounds__(threads)
+    make_kernel(DeviceKv kv, BlockRule rule, const __grid_constant__ KeyBlocks blocks) {
+  __shared__ unsigned chosen[most_block / 32];
+  const int head = blockIdx.y, row = blockIdx.z, slot = kv.kv.slots[row];
+  const int kv_head = head / static_cast<int>(blocks.key.extent[1] / kv.kv_heads);
+  const int end = wanted_blocks(kv, rule, blocks, row);
+  for (int b = blocks.made(slot) + blockIdx.x; b < end; b += gridDim.x) {
+    const int first = rule.first + b * rule.block;
+    const float* mass = &blocks.mass(slot, head, first);
+    for (int i = threadIdx.x; i < (rule.block + 31) / 32; i += threads) chosen[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < rule.block; i += threads) {
+      const float own = mass[i];
+      int before = 0;
+      for (int j = 0; j < rule.block && before < rule.representatives; ++j)
+        before += j != i && comes_before(mass[j], j, own, i);
+      if (before < rule.representatives) atomicOr(&chosen[i / 32], 1u << i % 32);
+    }
+    __syncthreads();
+    for (int d = threadIdx.x; d < kv.head_dim; d += threads) {
+      double sum = 0;
+      for (int i = 0; i < rule.block; ++i)
+        if (chosen[i / 32] >> i % 32 & 1) sum += double(kv.token(row, kv_head, first + i).key(d));
+      blocks.key(slot, head, b, d) = static_cast<float>(sum / rule.representatives);
+    }
+    __syncthreads();
+  }
+}
+
+__global__ void made_kernel(DeviceKv kv, BlockRule rule, const __grid_constant__ KeyBlocks blocks) {
+  const int row = blockIdx.x;
+  std::int32_t& made = blocks.made(kv.kv.slots[row]);
+  if (threadIdx.x == 0) made = max(made, wanted_blocks(kv, rule, blocks, row));
+}
+
+// A warp takes a block of tokens, all query heads.
+__global__ void __launch_bounds__(threads) scores_kernel(DeviceKv kv, View<const float, 3> queries,
+                                                         const __grid_constant__ KeyBlocks blocks, View<float, 3> out) {
+  const int row = blockIdx.y, slot = kv.kv.slots[row], lane = threadIdx.x % 32;
+  const int made = static_cast<int>(min(std::int64_t{blocks.made(slot)}, blocks.key.extent[2]));
+  for (int b = blockIdx.x * warps + threadIdx.x / 32; b < made; b += gridDim.x * warps) {
+    double sum = 0;
+    for (int q = 0; q < queries.extent[1]; ++q) {
+      const float *x = &queries(row, q, 0), *key = &blocks.key(slot, q, b, 0);
+      for (int d = lane; d < kv.head_dim; d += 32) sum += double(x[d]) * double(key[d]);
+    }
+    sum = sum_of_lanes(sum);
+    if (lane == 0) out(row, 0, b) = static_cast<float>(sum);
+  }
+}
+
+// A thread block takes a KV head. The list first holds a mark for each page; then the marked pages move to its front.
+__global__ void __launch_bounds__(list_threads)
+    pages_kernel(DeviceKv kv, View<const float, 3> scores, BlockRule rule, const std::int32_t* most,
+                 const __grid_constant__ KeyBlocks blocks, const __grid_constant__ PageList list) {
+  __shared__ unsigned scan[32];
+  const int head = blockIdx.x, row = blockIdx.y, slot = kv.kv.slots[row], me = threadIdx.x;
+  const int n = static_cast<int>(min(std::int64_t{kv.pages(row, head)}, list.index.extent[2]));
+  const int made = static_cast<int>(min(std::int64_t{blocks.made(slot)}, blocks.key.extent[2]));
+  const int pages = rule.block / kv.page_size, first = rule.first / kv.page_size, end = first + made * pages;
+  std::int32_t* index = &list.index(list.at(row), head, 0);
+  for (int p = me; p < n; p += list_threads) index[p] = p < first || p >= end;
+  __syncthreads();
+  for (int b = me; b < made; b += list_threads) {
+    const float own = scores(row, 0, b);
+    int before = 0;
+    for (int c = 0; c < made && before < most[row]; ++c) before += c != b && comes_before(scores(row, 0, c), c, own, b);
+    if (before >= most[row]) continue;
+    for (int p = first + b * pages; p < min(n, first + (b + 1) * pages); ++p) index[p] = 1;
+  }
+  __syncthreads();
+  const int kept = device::list_marked(index, n, scan);
+  if (me == 0) list.count(list.at(row), head) = kept;
+}
+
+unsigned count_of(std::int64_t n) { return static_cast<unsigned>(n); }
+
+void add_block_mass_cuda(const PagedKv& kv, View<const float, 3> mass, int newest, const KeyBlocks& blocks, Stream s) {
+  if (kv.rows == 0) return;
+  const std::int64_t tokens = newest > 0 ? newest : mass.extent[2];
+  const dim3 grid(count_of(std::clamp<std::int64_t>((tokens + threads - 1) / threads, 1, 1024)),
+                  count_of(mass.extent[1]), count_of(kv.rows));
+  mass_kernel<<<grid, threads, 0, stream_of(s)>>>(DeviceKv(kv), mass, newest, blocks);
+  check_launch("add_block_mass");
+}
+
+void make_blocks_cuda(const PagedKv& kv, const BlockRule& rule, const KeyBlocks& blocks, Stream s) {
+  if (kv.rows == 0) return;
+  const dim3 grid(count_of(std::clamp<std::int64_t>(blocks.key.extent[2], 1, 32)), count_of(blocks.key.extent[1]),
+                  count_of(kv.rows));
+  make_kernel<<<grid, threads, 0, stream_of(s)>>>(DeviceKv(kv), rule, blocks);
+  made_kernel<<<count_of(kv.rows), 32, 0, stream_of(s)>>>(DeviceKv(kv), rule, blocks);
+  check_launch("make_blocks");
+}
+
+void block_pages_cuda(const PagedKv& kv, View<const float, 3> queries, const BlockRule& rule, const std::int32_t* most,
+                      const KeyBlocks& blocks, Scores scores, PageList list, Stream s) {
+  if (kv.rows == 0) return;
+  const std::int64_t groups = std::clamp<std::int64_t>((blocks.key.extent[2] + warps - 1) / warps, 1, 1024);
+  scores_kernel<<<dim3(count_of(groups), count_of(kv.rows)), threads, 0, stream_of(s)>>>(DeviceKv(kv), queries, blocks,
+                                                                                         scores);
+  pages_kernel<<<dim3(count_of(kv.kv_heads), count_of(kv.rows)), list_threads, 0, stream_of(s)>>>(
+      DeviceKv(kv), scores, rule, most, blocks, list);
+  check_launch("block_pages");
+}
+
+}  // namespace
+
+KVLAB_ON_CUDA(add_block_mass, add_block_mass_cuda);
+KVLAB_ON_CUDA(make_blocks, make_blocks_cuda);
+KVLAB_ON_CUDA(block_pages, block_pages_cuda);
+
+}  // namespace kvlab::ops

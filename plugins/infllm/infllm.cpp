@@ -1,0 +1,120 @@
+// InfLLM: blocks of tokens lie on the host, and a step fetches the best ones. A few keys of a block stand for it, those
+// that near queries attended to most. Xiao et al., NeurIPS 2024. Here prompts attend to everything, and positions are
+// those of the text.
+#include <kvlab/blocks.hpp>
+#include <kvlab/plugin.hpp>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+namespace {
+
+using kvlab::BudgetAmount;
+
+constexpr int together = 64;  // queries of a prompt whose attention is scratch at once
+
+class InfLlm final : public kvlab::Policy {
+ public:
+  explicit InfLlm(const kvlab::Params& p)
+      : rule_{p.get<int>("sinks"), p.get<int>("block"), p.get<int>("window"), p.get<int>("representatives")},
+        top_(p.get<int>("top")) {
+    if (!p.get<bool>("local_scores")) rule_.representatives = rule_.block;
+    if (rule_.representatives > rule_.block)
+      throw kvlab::Error(kvlab::Errc::config, "got " + std::to_string(rule_.representatives) +
+                                                  " representatives, wanted at most " + std::to_string(rule_.block) +
+                                                  ", the tokens of a block");
+  }
+
+  kvlab::Needs needs() const override {
+    return kvlab::Needs{}.mass(kvlab::Mass::decode).host_pages(true).capturable(steady_);
+  }
+
+  void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
+    const auto whole = [&](int tokens) { return (tokens + shape.page_size - 1) / shape.page_size * shape.page_size; };
+    if (rule_.block % shape.page_size)
+      throw kvlab::Error(kvlab::Errc::config, "got blocks of " + std::to_string(rule_.block) +
+                                                  " tokens, wanted whole pages of " + std::to_string(shape.page_size));
+    rule_.first = whole(rule_.first);
+    read_always_ = rule_.first + whole(rule_.window + rule_.block - 1);
+    budget.require(read_always_ + rule_.block, "the sinks, the window, what fills no block yet, and a block");
+    steady_ = budget.kind == BudgetAmount::tokens || budget.kind == BudgetAmount::unlimited;
+    const std::vector<std::int32_t> most(
+        static_cast<std::size_t>(shape.max_slots),
+        budget.kind == BudgetAmount::tokens ? blocks_of(static_cast<int>(budget.value)) : top_);
+    most_ = static_cast<const std::int32_t*>(w.constant("blocks to read", most.data(), most.size() * sizeof(most[0])));
+    room_ = std::max(1, rule_.blocks(shape.max_tokens));
+    kept_ = kvlab::KeptBlocks("blocks", shape, rule_, w);
+  }
+
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
+    add_mass_of_prompt(kv, s);
+    if (kv.last[0]) fetch(kv, kv.last_queries(), {}, edits, s);
+  }
+
+  void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    edits.attend(fetch(step, step.queries, {kvlab::Deadline::this_attention}, edits, s));
+  }
+
+  void observe(const kvlab::LayerStep& step, kvlab::Edits&, kvlab::Stream s) override {
+    kvlab::ops::add_block_mass(step.pages, step.mass, rule_.window, kept_.of(step), s);
+  }
+
+ private:
+  int blocks_of(int budget) const { return std::clamp((budget - read_always_) / rule_.block, 1, top_); }
+
+  // What each query of the chunk gives the keys of its window. Its softmax is over all that it sees.
+  void add_mass_of_prompt(const kvlab::LayerPrefill& kv, kvlab::Stream s) const {
+    const kvlab::View<const float, 4> queries = kv.chunk_queries.f32();
+    const auto count = static_cast<int>(queries.extent[2]);
+    std::vector<std::int32_t> seen;
+    for (int end = together; end < count + together; end += together)
+      seen.push_back(kv.position[0] - count + std::min(end, count));
+    const std::int32_t* seen_by = kvlab::upload(*kv.workspace, "seen by", seen.data(), {std::ssize(seen)}).data;
+    const kvlab::Scores votes = kv.query_head_scores("votes");
+    for (int first = 0, i = 0; first < count; first += together, ++i) {
+      kvlab::View<const float, 4> some = queries;
+      some.data += first * queries.stride[2];
+      some.extent[2] = std::min(together, count - first);
+      kvlab::ops::window_votes(some, seen_by + i, kv.pages, votes, s, {}, rule_.window);
+      kvlab::ops::add_block_mass(kv.pages, votes, 0, kept_.of(kv), s);
+    }
+  }
+
+  // Blocks that left the window get their vectors while their pages are still here.
+  kvlab::PageList fetch(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, kvlab::Deadline when,
+                        kvlab::Edits& edits, kvlab::Stream s) const {
+    kvlab::ops::make_blocks(kv.pages, rule_, kept_.of(kv), s);
+    const auto list = kv.list<kvlab::PageList>("pages to read", kv.shape->max_pages());
+    const std::int32_t* most = most_;
+    if (!steady_) {
+      std::vector<std::int32_t> of_rows;
+      for (int row = 0; row < kv.rows(); ++row) of_rows.push_back(blocks_of(kv.budget_tokens(row)));
+      most = kv.upload("blocks to read", of_rows.data());
+    }
+    const kvlab::Scores scores = kv.scratch<float>("scores of blocks", {kv.rows(), 1, room_});
+    kvlab::ops::block_pages(kv.pages, queries.f32(), rule_, most, kept_.of(kv), scores, list, s);
+    const auto room = kvlab::ops::budget_pages(kv, [](int tokens) { return tokens; });
+    edits.place(list, {.room = room.same, .when = when, .rooms = room.each});
+    return list;
+  }
+
+  kvlab::BlockRule rule_;
+  int top_, read_always_ = 0, room_ = 1;
+  bool steady_ = true;
+  const std::int32_t* most_ = nullptr;
+  kvlab::KeptBlocks kept_;
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::policy<InfLlm>("infllm",
+                                   "blocks of tokens come back from the host when a step ranks them high (Xiao et al. "
+                                   "2024). Prompts attend to everything, and positions are those of the text")
+                 .param("sinks", 128, 0, kvlab::any, "first tokens, which are read in any case, in whole pages")
+                 .param("window", 4096, 1, kvlab::any, "newest tokens, which are read in any case and are in no block")
+                 .param("block", 128, 1, 65536, "tokens of a block, whole pages")
+                 .param("top", 16, 1, kvlab::any, "blocks that a step reads, if the budget has room for them")
+                 .param("representatives", 4, 1, 65536, "tokens of a block whose mean key stands for it")
+                 .component("local_scores",
+                            "attention of near queries names the representatives; off = all tokens are"))

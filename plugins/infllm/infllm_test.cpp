@@ -1,0 +1,168 @@
+#include "support/on_text.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+constexpr int page = 8, prompt = 190, steps = 40, sinks = 10, first = 16, window = 30, block = 16, few = 3, top = 2;
+constexpr int least = first + 48 + block;  // 30 + 15 tokens lie in six pages at most
+
+std::map<std::string, ParamValue> params(std::map<std::string, ParamValue> more = {}) {
+  more.insert({{"sinks", std::int64_t{sinks}},
+               {"window", std::int64_t{window}},
+               {"block", std::int64_t{block}},
+               {"top", std::int64_t{top}},
+               {"representatives", std::int64_t{few}}});
+  return more;
+}
+
+using Vector = std::vector<double>;
+
+// Blocks of a layer, by the card. Block b has the text positions from `first + b * block` on.
+struct Plain {
+  const OnText& run;
+  int layer, of_block = few;
+  std::vector<Vector> mass{};               // [query head][text position]
+  std::vector<std::vector<Vector>> keys{};  // [block][query head]
+
+  std::size_t heads() const { return static_cast<std::size_t>(run.config().heads); }
+  const Vector& key(int position, std::size_t query_head) const {
+    return run.layer(layer)
+        .keys.at[static_cast<std::size_t>(position)][query_head / static_cast<std::size_t>(run.group())];
+  }
+  // The query at this text position attends to the tokens `read`.
+  void attend(int position, const std::vector<int>& read) {
+    mass.resize(heads(), Vector(prompt + steps));
+    for (std::size_t h = 0; h < heads(); ++h) {
+      const Vector& q = run.layer(layer).queries.at[static_cast<std::size_t>(position)][h];
+      Vector logits;
+      for (const int t : read) logits.push_back(dot(q, key(t, h)) / std::sqrt(static_cast<double>(q.size())));
+      const Vector shares = softmax(logits);
+      for (std::size_t i = 0; i < read.size(); ++i)
+        if (read[i] > position - window) mass[h][static_cast<std::size_t>(read[i])] += shares[i];
+    }
+  }
+  void make_blocks(int tokens) {
+    for (int from = first + static_cast<int>(keys.size()) * block; from + block + window <= tokens; from += block) {
+      auto& of_heads = keys.emplace_back();
+      for (std::size_t h = 0; h < heads(); ++h) {
+        std::vector<int> positions;
+        for (int t = from; t < from + block; ++t) positions.push_back(t);
+        Vector mean(key(0, 0).size());
+        for (const int t : best({mass[h].begin() + from, mass[h].begin() + from + block}, positions,
+                                static_cast<std::size_t>(of_block)))
+          for (std::size_t d = 0; d < mean.size(); ++d) mean[d] += key(t, h)[d] / of_block;
+        of_heads.push_back(mean);
+      }
+    }
+  }
+  std::vector<int> pages(int position, std::size_t blocks) const {
+    Vector scores;
+    std::vector<int> all;
+    for (std::size_t b = 0; b < keys.size(); ++b) {
+      all.push_back(static_cast<int>(b));
+      scores.push_back(0);
+      for (std::size_t h = 0; h < heads(); ++h)
+        scores.back() += dot(run.layer(layer).queries.at[static_cast<std::size_t>(position)][h], keys[b][h]);
+    }
+    const std::vector<int> chosen = best(scores, all, std::min(blocks, all.size()));
+    std::vector<int> read;
+    for (int p = 0; p <= position / page; ++p) {
+      const int at = p * page - first, b = at / block;
+      if (at < 0 || b >= static_cast<int>(keys.size()) || std::count(chosen.begin(), chosen.end(), b))
+        read.push_back(p);
+    }
+    return read;
+  }
+};
+
+std::vector<int> tokens_of(const std::vector<int>& pages, int position) {
+  std::vector<int> tokens;
+  for (const int p : pages)
+    for (int t = p * page; t < std::min((p + 1) * page, position + 1); ++t) tokens.push_back(t);
+  return tokens;
+}
+
+void check_reads(std::map<std::string, ParamValue> given, int of_block, int budget, std::size_t blocks) {
+  OnText run(Role::policy, "infllm", params(std::move(given)), budget, prompt + steps, page);
+  run.prefill(prompt);
+  std::vector<Plain> layers;
+  for (int layer = 0; layer < run.config().layers; ++layer) {
+    Plain& plain = layers.emplace_back(Plain{run, layer, of_block});
+    for (int i = 0; i < prompt; ++i) plain.attend(i, positions_to(i + 1));
+    plain.make_blocks(prompt);
+    REQUIRE(plain.keys.size() == (prompt - first - window) / block);
+  }
+  for (int step = 0; step < steps; ++step) {
+    run.step();
+    const int position = prompt + step;
+    for (Plain& plain : layers) {
+      CAPTURE(step, plain.layer);
+      plain.make_blocks(position + 1);
+      const std::vector<int> wanted = plain.pages(position, blocks);
+      const auto& read = run.layer(plain.layer).read[static_cast<std::size_t>(step)];
+      for (int head = 0; head < run.config().kv_heads; ++head) {
+        CHECK(read[static_cast<std::size_t>(head)] == wanted);
+        if (budget == 0) continue;
+        const auto on = run.pages_on(Tier::device, plain.layer, head);
+        CHECK(std::includes(on.begin(), on.end(), wanted.begin(), wanted.end()));
+        CHECK(static_cast<int>(on.size()) <= budget / page);
+        CHECK(static_cast<int>(run.pages_on(Tier::host, plain.layer, head).size()) >= position / page);
+      }
+      plain.attend(position, tokens_of(wanted, position));
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("infllm reads on real text what a plain implementation reads") {
+  check_reads({}, few, least + block, 2);
+  check_reads({}, few, least, 1);  // the budget has room for one block
+  check_reads({{"top", std::int64_t{3}}}, few, 0, 3);
+  check_reads({{"local_scores", false}}, block, least + block, 2);
+}
+
+TEST_CASE("infllm: sinks and window are the whole text, and the result is that of full attention") {
+  OnText run(Role::policy, "infllm", params(), 0, first + window, page);
+  OnText full(Role::policy, "infllm", params({{"window", std::int64_t{1000}}}), 0, first + window, page);
+  for (OnText* x : {&run, &full}) {
+    x->prefill(20);
+    for (int step = 20; step < first + window; ++step) x->step();
+  }
+  for (int layer = 0; layer < run.config().layers; ++layer) {
+    const auto& outputs = run.layer(layer).outputs.at;
+    CHECK(outputs == full.layer(layer).outputs.at);
+    for (int step = 0; step < first + window - 20; ++step)
+      CHECK(tokens_of(run.layer(layer).read[static_cast<std::size_t>(step)][0], 20 + step) == positions_to(21 + step));
+    // Attention to all tokens, in double precision.
+    for (int i : {20, first + window - 1})
+      for (int h = 0; h < run.config().heads; ++h) {
+        const Vector& q = run.layer(layer).queries.at[static_cast<std::size_t>(i)][static_cast<std::size_t>(h)];
+        const auto kv_head = static_cast<std::size_t>(h / run.group());
+        Vector logits;
+        for (int t = 0; t <= i; ++t)
+          logits.push_back(dot(q, run.layer(layer).keys.at[static_cast<std::size_t>(t)][kv_head]) /
+                           std::sqrt(static_cast<double>(q.size())));
+        const Vector shares = softmax(logits);
+        for (std::size_t d = 0; d < q.size(); ++d) {
+          double sum = 0;
+          for (std::size_t t = 0; t < shares.size(); ++t) sum += shares[t] * run.layer(layer).values.at[t][kv_head][d];
+          CHECK(outputs[static_cast<std::size_t>(i - 20)][static_cast<std::size_t>(h)][d] == Approx(sum).margin(1e-4));
+        }
+      }
+  }
+}
+
+TEST_CASE("infllm: what it cannot obey is refused") {
+  const auto make = [](std::map<std::string, ParamValue> more, int budget = 0) {
+    OnText(Role::policy, "infllm", params(std::move(more)), budget, 256, page);
+  };
+  CHECK_THROWS_WITH(make({}, least - 1), Catch::Contains("wanted at least " + std::to_string(least)));
+  CHECK_NOTHROW(make({}, least));
+  CHECK_THROWS_WITH(make({{"block", std::int64_t{12}}}),
+                    Catch::Contains("got blocks of 12 tokens, wanted whole pages of 8"));
+  CHECK_THROWS_WITH(make({{"representatives", std::int64_t{17}}}),
+                    Catch::Contains("got 17 representatives, wanted at most 16"));
+}
