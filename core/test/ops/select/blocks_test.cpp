@@ -77,11 +77,11 @@ TEST_CASE("blocks: the card's vectors and scores by hand") {
       CHECK(s.scores[0] == Approx(1.));
       CHECK(s.scores[1] == Approx(1.8));
     }
-    s.queries[9] = 1;  // all query heads count: 1 + 4.5 and 1.8 + 4.5
-    s.queries[8] = 0;
-    CHECK(s.pages(reference) == Ints{0, 3, 4, 5, 6});
-    s.queries[1] = 3;  // 2.5 and -1.2, with the second head's
+    s.key[(3 + 0) * 8 + 4] = 1;  // all query heads count: 1 + 1 and 1.8 + 0
+    s.queries[8 + 4] = 1;
     CHECK(s.pages(reference) == Ints{0, 1, 2, 5, 6});
+    s.queries[8 + 4] = .7f;
+    CHECK(s.pages(reference) == Ints{0, 3, 4, 5, 6});
     s.most[0] = 2;
     CHECK(s.pages(reference) == Ints{0, 1, 2, 3, 4, 5, 6});
     s.most[0] = 0;
