@@ -432,8 +432,12 @@ TEST_CASE("cuda engine: steps that evict are replayed") {
 TEST_CASE("cuda engine: steps that read lists of an amount of their own, or chunks, are replayed") {
   int known = 0;
   for (const test::Subject& s : test::subjects().list()) {
+<<<<<<< HEAD
     const bool chunks = s.label == "shadowkv";
     if (!chunks && s.label != "twilight" && s.label != "lserve" && s.label != "magicpig") continue;
+=======
+    if (s.label != "twilight" && s.label != "lserve" && s.label != "magicpig" && s.label != "infinigen") continue;
+>>>>>>> d08e5e70 (Tests of a GPU ask for the next layer's queries, and replay infllm and infinigen)
     CAPTURE(s.label);
     ++known;
     Pair p(chunks ? test::with_budget(s.spec, BudgetAmount::tokens, 48) : s.spec);
@@ -500,7 +504,7 @@ TEST_CASE("cuda engine: steps that read made-up tokens, and let tokens join them
 TEST_CASE("cuda engine: steps that place pages are replayed") {
   int known = 0;
   for (const test::Subject& s : test::subjects().list()) {
-    if (s.label != "freekv" && s.label != "flexicache" && s.label != "arkvale") continue;
+    if (s.label != "freekv" && s.label != "flexicache" && s.label != "arkvale" && s.label != "infllm") continue;
     CAPTURE(s.label);
     ++known;
     Pair p(test::with_budget(s.spec, BudgetAmount::tokens, 40));
@@ -517,7 +521,7 @@ TEST_CASE("cuda engine: steps that place pages are replayed") {
     CHECK(p.graphs.store().page_bytes(Tier::host) > 0);
     p.graphs.store().check_invariants();
   }
-  CHECK(known == 3);
+  CHECK(known == 4);
 }
 
 TEST_CASE("cuda engine: a host tier that fills up is out of memory, with graphs or without") {
