@@ -67,6 +67,7 @@ void check_blocks(OnCache& x) {
   const auto up_to = [&](int n) { return static_cast<int>(x.c.rng() % static_cast<unsigned>(n)); };
   BlockRule rule{page * up_to(3), page * (1 + up_to(3)), up_to(20), 0};
   rule.representatives = 1 + up_to(rule.block);
+  rule.unturned = x.n % 3 == 1;
   Blocks b(x, rule.blocks(x.c.room()) + 1);
   const View<const std::int32_t, 2> whole = x.kv.length;
   const KeyBlocks there{x.place.put(b.view.key), x.place.put(b.view.mass), x.place.put(b.view.made)};
@@ -86,8 +87,15 @@ void check_blocks(OnCache& x) {
     ops::make_blocks(x.there, rule, there, s);
     ops::make_blocks_reference(x.kv, rule, b.view);
     x.check.equal("numbers of blocks", x.place.get(there.made), b.made);
-    x.check.equal("vectors", x.place.get(there.key), b.key, 0);
+    x.check.equal("vectors", x.place.get(there.key), b.key, rule.unturned ? 1e-6 : 0);
     check_list(x, rule, b, there);
+    Numbers<3> queries(x, {x.c.rows(), x.c.heads(), x.kv.head_dim}), turned(x, queries.own().extent);
+    const auto queries_there = queries.put();
+    const int to = up_to(5000);
+    x.same<3>(
+        "turn_queries", turned.own(), 1e-6,
+        [&](const View<float, 3>& out) { ops::turn_queries(x.there, queries_there, to, out, s); },
+        [&](const View<float, 3>& out) { ops::turn_queries_reference(x.kv, queries.view(), to, out); });
   }
 }
 

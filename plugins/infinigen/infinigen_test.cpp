@@ -110,7 +110,8 @@ TEST_CASE("infinigen reads on real text what a plain implementation reads") {
   CHECK(some < 1);
   CHECK(check_reads({{"alpha", 1.5}, {"partial_ratio", .35}}, {.alpha = 1.5, .ratio = .35}) < some);
   check_reads({{"alpha", 8.}, {"cap", std::int64_t{11}}}, {.alpha = 8, .cap = 11});
-  check_reads({{"alpha", 8.}, {"cap", std::int64_t{0}}, {"cap_share", .125}}, {.alpha = 8, .cap = 0, .cap_share = .125});
+  check_reads({{"alpha", 8.}, {"cap", std::int64_t{0}}, {"cap_share", .125}},
+              {.alpha = 8, .cap = 0, .cap_share = .125});
 }
 
 TEST_CASE("infinigen: short prompts, and what it refuses") {

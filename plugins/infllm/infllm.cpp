@@ -1,6 +1,6 @@
 // InfLLM: blocks of tokens lie on the host, and a step fetches the best ones. A few keys of a block stand for it, those
-// that near queries attended to most. Xiao et al., NeurIPS 2024. Here prompts attend to everything, and positions are
-// those of the text.
+// that near queries attended to most. Xiao et al., NeurIPS 2024. Here prompts attend to everything, and what is read
+// has the positions of the text.
 #include <kvlab/blocks.hpp>
 #include <kvlab/plugin.hpp>
 
@@ -19,6 +19,7 @@ class InfLlm final : public kvlab::Policy {
   explicit InfLlm(const kvlab::Params& p)
       : rule_{p.get<int>("sinks"), p.get<int>("block"), p.get<int>("window"), p.get<int>("representatives")},
         top_(p.get<int>("top")) {
+    rule_.unturned = p.get<bool>("clamped_scores");
     if (!p.get<bool>("local_scores")) rule_.representatives = rule_.block;
     if (rule_.representatives > rule_.block)
       throw kvlab::Error(kvlab::Errc::config, "got " + std::to_string(rule_.representatives) +
@@ -93,7 +94,13 @@ class InfLlm final : public kvlab::Policy {
       most = kv.upload("blocks to read", of_rows.data());
     }
     const kvlab::Scores scores = kv.scratch<float>("scores of blocks", {kv.rows(), 1, room_});
-    kvlab::ops::block_pages(kv.pages, queries.f32(), rule_, most, kept_.of(kv), scores, list, s);
+    kvlab::View<const float, 3> asked = queries.f32();
+    if (rule_.unturned) {  // every block lies at text position 0, and the query at the window's end
+      const auto turned = kv.query_head_vectors("queries at the window's end");
+      kvlab::ops::turn_queries(kv.pages, asked, rule_.window, turned, s);
+      asked = turned;
+    }
+    kvlab::ops::block_pages(kv.pages, asked, rule_, most, kept_.of(kv), scores, list, s);
     const auto room = kvlab::ops::budget_pages(kv, [](int tokens) { return tokens; });
     edits.place(list, {.room = room.same, .when = when, .rooms = room.each});
     return list;
@@ -108,13 +115,15 @@ class InfLlm final : public kvlab::Policy {
 
 }  // namespace
 
-KVLAB_PLUGIN(kvlab::policy<InfLlm>("infllm",
-                                   "blocks of tokens come back from the host when a step ranks them high (Xiao et al. "
-                                   "2024). Prompts attend to everything, and positions are those of the text")
-                 .param("sinks", 128, 0, kvlab::any, "first tokens, which are read in any case, in whole pages")
-                 .param("window", 4096, 1, kvlab::any, "newest tokens, which are read in any case and are in no block")
-                 .param("block", 128, 1, 65536, "tokens of a block, whole pages")
-                 .param("top", 16, 1, kvlab::any, "blocks that a step reads, if the budget has room for them")
-                 .param("representatives", 4, 1, 65536, "tokens of a block whose mean key stands for it")
-                 .component("local_scores",
-                            "attention of near queries names the representatives; off = all tokens are"))
+KVLAB_PLUGIN(
+    kvlab::policy<InfLlm>("infllm",
+                          "blocks of tokens come back from the host when a step ranks them high (Xiao et al. "
+                          "2024). Prompts attend to everything, and what is read has the positions of the text")
+        .param("sinks", 128, 0, kvlab::any, "first tokens, which are read in any case, in whole pages")
+        .param("window", 4096, 1, kvlab::any, "newest tokens, which are read in any case and are in no block")
+        .param("block", 128, 1, 65536, "tokens of a block, whole pages")
+        .param("top", 16, 1, kvlab::any, "blocks that a step reads, if the budget has room for them")
+        .param("representatives", 4, 1, 65536, "tokens of a block whose mean key stands for it")
+        .component("local_scores", "attention of near queries names the representatives; off = all tokens are")
+        .component("clamped_scores",
+                   "blocks are scored as if they lay at the window's end; off = by their own positions"))

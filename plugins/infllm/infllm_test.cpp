@@ -23,6 +23,7 @@ using Vector = std::vector<double>;
 struct Plain {
   const OnText& run;
   int layer, of_block = few;
+  bool clamped = true;
   std::vector<Vector> mass{};               // [query head][text position]
   std::vector<std::vector<Vector>> keys{};  // [block][query head]
 
@@ -30,6 +31,16 @@ struct Plain {
   const Vector& key(int position, std::size_t query_head) const {
     return run.layer(layer)
         .keys.at[static_cast<std::size_t>(position)][query_head / static_cast<std::size_t>(run.group())];
+  }
+  // A key or query whose text position is so many places further.
+  Vector turned(const Vector& x, int places) const {
+    Vector out(x.size());
+    for (std::size_t i = 0, half = x.size() / 2; i < half; ++i) {
+      const double angle = places * double{run.rope().inv_freq[i]};
+      out[i] = x[i] * std::cos(angle) - x[i + half] * std::sin(angle);
+      out[i + half] = x[i + half] * std::cos(angle) + x[i] * std::sin(angle);
+    }
+    return out;
   }
   // The query at this text position attends to the tokens `read`.
   void attend(int position, const std::vector<int>& read) {
@@ -52,7 +63,7 @@ struct Plain {
         Vector mean(key(0, 0).size());
         for (const int t : best({mass[h].begin() + from, mass[h].begin() + from + block}, positions,
                                 static_cast<std::size_t>(of_block)))
-          for (std::size_t d = 0; d < mean.size(); ++d) mean[d] += key(t, h)[d] / of_block;
+          for (std::size_t d = 0; d < mean.size(); ++d) mean[d] += turned(key(t, h), clamped ? -t : 0)[d] / of_block;
         of_heads.push_back(mean);
       }
     }
@@ -64,7 +75,9 @@ struct Plain {
       all.push_back(static_cast<int>(b));
       scores.push_back(0);
       for (std::size_t h = 0; h < heads(); ++h)
-        scores.back() += dot(run.layer(layer).queries.at[static_cast<std::size_t>(position)][h], keys[b][h]);
+        scores.back() += dot(
+            turned(run.layer(layer).queries.at[static_cast<std::size_t>(position)][h], clamped ? window - position : 0),
+            keys[b][h]);
     }
     const std::vector<int> chosen = best(scores, all, std::min(blocks, all.size()));
     std::vector<int> read;
@@ -84,12 +97,13 @@ std::vector<int> tokens_of(const std::vector<int>& pages, int position) {
   return tokens;
 }
 
-void check_reads(std::map<std::string, ParamValue> given, int of_block, int budget, std::size_t blocks) {
+void check_reads(std::map<std::string, ParamValue> given, int of_block, int budget, std::size_t blocks,
+                 bool clamped = true) {
   OnText run(Role::policy, "infllm", params(std::move(given)), budget, prompt + steps, page);
   run.prefill(prompt);
   std::vector<Plain> layers;
   for (int layer = 0; layer < run.config().layers; ++layer) {
-    Plain& plain = layers.emplace_back(Plain{run, layer, of_block});
+    Plain& plain = layers.emplace_back(Plain{run, layer, of_block, clamped});
     for (int i = 0; i < prompt; ++i) plain.attend(i, positions_to(i + 1));
     plain.make_blocks(prompt);
     REQUIRE(plain.keys.size() == (prompt - first - window) / block);
@@ -122,6 +136,7 @@ TEST_CASE("infllm reads on real text what a plain implementation reads") {
   check_reads({}, few, least, 1);  // the budget has room for one block
   check_reads({{"top", std::int64_t{3}}}, few, 0, 3);
   check_reads({{"local_scores", false}}, block, least + block, 2);
+  check_reads({{"clamped_scores", false}}, few, least + block, 2, false);
 }
 
 TEST_CASE("infllm: sinks and window are the whole text, and the result is that of full attention") {

@@ -19,6 +19,7 @@ struct BlockRule {
   int block = 128;          // tokens of a block, at most 65536
   int window = 4096;        // newest tokens, which are in no block
   int representatives = 4;  // tokens whose keys make the vector of a block, 1 to `block`
+  bool unturned = false;    // vectors are of keys as RoPE found them: at text position 0
 
   // Blocks of a text of so many tokens.
   constexpr int blocks(int tokens) const { return std::max(0, tokens - first - window) / block; }
@@ -65,6 +66,11 @@ void add_block_mass(const PagedKv& kv, View<const float, 3> mass, int newest, co
 // be stored as rotated: RopeRegime::cache_relative is Errc::unsupported. It reads no page of another block. Bytes: mass
 // and keys of these blocks, and their vectors.
 void make_blocks(const PagedKv& kv, const BlockRule& rule, const KeyBlocks& blocks, Stream s);
+
+// out[row, query head, d] = the query as it would be at text position `position`. queries: [row, query head, head_dim],
+// contiguous along head_dim, of the row's newest token, whose text position is its place. Angles are f64. It reads no
+// page. Bytes: queries and out.
+void turn_queries(const PagedKv& kv, View<const float, 3> queries, int position, View<float, 3> out, Stream s);
 
 // list = for every KV head the same pages: those before the first block, those of the row's most[row] best blocks, and
 // those behind the last block that has a vector. The score of a block is the sum of query . vector over all query

@@ -335,8 +335,8 @@ struct LayerStep : LayerKv {
   // out[row, query head, d] = the queries that the next layer would have for this layer's attention input, if needs()
   // asks for it. That is x behind this layer's input norm, times the next layer's query weights, with its bias, its
   // query norm and RoPE at the token's text position. out: dense. The last layer has none: Errc::plugin. A graph may
-  // hold the call. The cost is that of the next layer's projections of queries, keys and values. A GPU multiplies
-  // 16-bit numbers, as for the queries themselves.
+  // hold the call. A GPU projects queries alone, and multiplies 16-bit numbers as it does for a layer's own. The CPU
+  // projects keys and values, too.
   void next_queries(View<float, 3> out, Stream s) const {
     if (!ahead) throw Error(Errc::plugin, "got next_queries() in a callback, wanted needs() to ask for it");
     ahead->of(*this, out, s);

@@ -10,10 +10,10 @@ namespace kvlab {
 
 // How many tokens ops::near_greatest counts.
 struct NearGreatest {
-  float within = 4;                             // of the head's greatest score
-  int most = std::numeric_limits<int>::max();   // the mean is at most so many,
-  float most_share = 1;                         // and at most this share of the tokens that count, rounded down
-  int newest = 0;                               // places that do not count: those of the newest tokens
+  float within = 4;                            // of the head's greatest score
+  int most = std::numeric_limits<int>::max();  // the mean is at most so many,
+  float most_share = 1;                        // and at most this share of the tokens that count, rounded down
+  int newest = 0;                              // places that do not count: those of the newest tokens
 };
 
 namespace ops {

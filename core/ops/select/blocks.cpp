@@ -44,6 +44,13 @@ int tokens_of(const PagedKv& kv, int row, const char* op) {
   return n;
 }
 
+// Cached keys and queries carry attention_scale already.
+RopeTable unscaled(const PagedKv& kv) {
+  RopeTable rope = kv.rope_table;
+  rope.attention_scale = 1;
+  return rope;
+}
+
 void make_block(const PagedKv& kv, int row, int query_head, int block, const BlockRule& rule, const KeyBlocks& to) {
   const std::int64_t slot = kv.slots[row];
   const int head = query_head / static_cast<int>(to.key.extent[1] / kv.kv_heads),
@@ -61,6 +68,7 @@ void make_block(const PagedKv& kv, int row, int query_head, int block, const Blo
     const int place = first + *i;
     const PageEntry& e = kv.entry(row, head, place / kv.page_size);
     read_row(kv.frame(e), kv.layout(e), KvSide::key, place % kv.page_size, key.data());
+    if (rule.unturned) rotate(key.data(), unscaled(kv), -static_cast<double>(place));
     for (std::size_t d = 0; d < sum.size(); ++d) sum[d] += double{key[d]};
   }
   for (std::size_t d = 0; d < sum.size(); ++d)
@@ -112,6 +120,23 @@ void make_blocks(const PagedKv& kv, const BlockRule& rule, const KeyBlocks& bloc
     for (int b = first; b < wanted; ++b)
       for (int q = 0; q < heads; ++q) make_block(kv, r, q, b, rule, blocks);
     made = std::max(first, wanted);
+  }
+}
+
+void turn_queries(const PagedKv& kv, View<const float, 3> queries, int position, View<float, 3> out, Stream s) {
+  const char* op = "turn_queries";
+  check_kv(kv, op, s);
+  if (queries.extent[0] < kv.rows || queries.extent[2] != kv.head_dim || queries.stride[2] != 1 ||
+      out.extent[0] < kv.rows || out.extent[1] != queries.extent[1] || out.extent[2] != kv.head_dim ||
+      out.stride[2] != 1)
+    fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, head_dim] twice");
+  if (s.device() == Device::cuda) return on_cuda<turn_queries>(kv, queries, position, out, s);
+  for (int r = 0; r < kv.rows; ++r) {
+    const double turn = position - (tokens_of(kv, r, op) - 1);
+    for (std::int64_t q = 0; q < queries.extent[1]; ++q) {
+      std::copy_n(&queries(r, q, 0), kv.head_dim, &out(r, q, 0));
+      rotate(&out(r, q, 0), unscaled(kv), turn);
+    }
   }
 }
 

@@ -1,4 +1,5 @@
-// Blocks of tokens on a GPU. Vectors of blocks are summed in the order of the CPU's, in f64: they have the same bits.
+// Blocks of tokens on a GPU. Vectors of blocks are summed in the order of the CPU's, in f64: they have the same bits,
+// but for keys that are turned back.
 #include "ops/select/blocks.hpp"
 
 #include <algorithm>
@@ -56,7 +57,10 @@ __global__ void __launch_bounds__(threads)
     for (int d = threadIdx.x; d < kv.head_dim; d += threads) {
       double sum = 0;
       for (int i = 0; i < rule.block; ++i)
-        if (chosen[i / 32] >> i % 32 & 1) sum += double(kv.token(row, kv_head, first + i).key(d));
+        if (chosen[i / 32] >> i % 32 & 1) {
+          const DeviceKv::Token token = kv.token(row, kv_head, first + i);
+          sum += double(rule.unturned ? kv.rotated_key(token, d, -(first + i)) : token.key(d));
+        }
       blocks.key(slot, head, b, d) = static_cast<float>(sum / rule.representatives);
     }
     __syncthreads();
@@ -67,6 +71,19 @@ __global__ void made_kernel(DeviceKv kv, BlockRule rule, const __grid_constant__
   const int row = blockIdx.x;
   std::int32_t& made = blocks.made(kv.kv.slots[row]);
   if (threadIdx.x == 0) made = max(made, wanted_blocks(kv, rule, blocks, row));
+}
+
+__global__ void __launch_bounds__(threads)
+    turn_kernel(DeviceKv kv, View<const float, 3> queries, int position, View<float, 3> out) {
+  const int head = blockIdx.x, row = blockIdx.y, half = kv.head_dim / 2, turn = position - (kv.tokens(row, 0) - 1);
+  for (int i = threadIdx.x; i < half; i += threads) {
+    double sine, cosine;
+    sincos(double(turn) * kv.kv.rope_table.inv_freq[i], &sine, &cosine);
+    const float x = queries(row, head, i), y = queries(row, head, i + half), c = static_cast<float>(cosine),
+                s = static_cast<float>(sine);
+    out(row, head, i) = x * c - y * s;
+    out(row, head, i + half) = y * c + x * s;
+  }
 }
 
 // A warp takes a block of tokens, all query heads.
@@ -124,9 +141,18 @@ void make_blocks_cuda(const PagedKv& kv, const BlockRule& rule, const KeyBlocks&
   if (kv.rows == 0) return;
   const dim3 grid(count_of(std::clamp<std::int64_t>(blocks.key.extent[2], 1, 32)), count_of(blocks.key.extent[1]),
                   count_of(kv.rows));
-  make_kernel<<<grid, threads, 0, stream_of(s)>>>(DeviceKv(kv), rule, blocks);
+  DeviceKv keys(kv);
+  keys.kv.rope_table.attention_scale = 1;  // cached keys carry it already
+  make_kernel<<<grid, threads, 0, stream_of(s)>>>(keys, rule, blocks);
   made_kernel<<<count_of(kv.rows), 32, 0, stream_of(s)>>>(DeviceKv(kv), rule, blocks);
   check_launch("make_blocks");
+}
+
+void turn_queries_cuda(const PagedKv& kv, View<const float, 3> queries, int position, View<float, 3> out, Stream s) {
+  if (kv.rows == 0) return;
+  turn_kernel<<<dim3(count_of(queries.extent[1]), count_of(kv.rows)), threads, 0, stream_of(s)>>>(DeviceKv(kv), queries,
+                                                                                                  position, out);
+  check_launch("turn_queries");
 }
 
 void block_pages_cuda(const PagedKv& kv, View<const float, 3> queries, const BlockRule& rule, const std::int32_t* most,
@@ -144,6 +170,7 @@ void block_pages_cuda(const PagedKv& kv, View<const float, 3> queries, const Blo
 
 KVLAB_ON_CUDA(add_block_mass, add_block_mass_cuda);
 KVLAB_ON_CUDA(make_blocks, make_blocks_cuda);
+KVLAB_ON_CUDA(turn_queries, turn_queries_cuda);
 KVLAB_ON_CUDA(block_pages, block_pages_cuda);
 
 }  // namespace kvlab::ops

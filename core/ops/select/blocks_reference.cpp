@@ -24,6 +24,18 @@ std::set<int> best_of(const std::vector<double>& x, int count) {
   return best;
 }
 
+// A vector that RoPE turns by so many places more.
+std::vector<double> turned(const std::vector<float>& x, const PagedKv& kv, int places) {
+  const std::size_t half = x.size() / 2;
+  std::vector<double> out(x.size());
+  for (std::size_t i = 0; i < half; ++i) {
+    const double angle = places * double{kv.rope_table.inv_freq[i]}, a = double{x[i]}, b = double{x[i + half]};
+    out[i] = a * std::cos(angle) - b * std::sin(angle);
+    out[i + half] = b * std::cos(angle) + a * std::sin(angle);
+  }
+  return out;
+}
+
 }  // namespace
 
 void add_block_mass_reference(const PagedKv& kv, View<const float, 3> mass, int newest, const KeyBlocks& blocks) {
@@ -46,13 +58,24 @@ void make_blocks_reference(const PagedKv& kv, const BlockRule& rule, const KeyBl
         gather_rows_reference(kv, r, q / group, KvSide::key, from + rule.block, keys.data());
         std::vector<double> mass, sum(dim);
         for (int t = from; t < from + rule.block; ++t) mass.push_back(double{blocks.mass(slot, q, t)});
-        for (const int t : best_of(mass, rule.representatives))
-          for (std::size_t d = 0; d < dim; ++d) sum[d] += double{keys[static_cast<std::size_t>(from + t) * dim + d]};
+        for (const int t : best_of(mass, rule.representatives)) {
+          const float* key = &keys[static_cast<std::size_t>(from + t) * dim];
+          const auto x = turned({key, key + dim}, kv, rule.unturned ? -(from + t) : 0);
+          for (std::size_t d = 0; d < dim; ++d) sum[d] += x[d];
+        }
         for (std::size_t d = 0; d < dim; ++d)
           blocks.key(slot, q, b, static_cast<std::int64_t>(d)) = static_cast<float>(sum[d] / rule.representatives);
       }
     }
   }
+}
+
+void turn_queries_reference(const PagedKv& kv, View<const float, 3> queries, int position, View<float, 3> out) {
+  for (int r = 0; r < kv.rows; ++r)
+    for (int q = 0; q < queries.extent[1]; ++q) {
+      const auto x = turned({&queries(r, q, 0), &queries(r, q, 0) + kv.head_dim}, kv, position - kv.tokens(r, 0) + 1);
+      for (int d = 0; d < kv.head_dim; ++d) out(r, q, d) = static_cast<float>(x[static_cast<std::size_t>(d)]);
+    }
 }
 
 void block_pages_reference(const PagedKv& kv, View<const float, 3> queries, const BlockRule& rule,

@@ -471,8 +471,8 @@ TEST_CASE("a chunked prompt equals the whole prompt") {
       CHECK(overlap(chunked.kept, whole.kept) > 0.9);
       CHECK(overlap(in_the_end(chunked), in_the_end(whole)) > 0.8);
     }
-    if (on_cuda() && (in_the_end(chunked) != in_the_end(whole) || chunked.kept != whole.kept ||
-                      read_chunked.lists != read.lists))
+    if (on_cuda() &&
+        (in_the_end(chunked) != in_the_end(whole) || chunked.kept != whole.kept || read_chunked.lists != read.lists))
       continue;
     CHECK(worst(got, expected) < tolerance);
     CHECK(chunked.kept == whole.kept);

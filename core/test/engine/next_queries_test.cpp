@@ -61,8 +61,7 @@ class Asks final : public Policy {
     }
     step.next_queries(out, s);
     for (int r = 0; r < step.rows(); ++r) {
-      const Vector wanted =
-          queries_ahead(*model_, step.layer, x_[static_cast<std::size_t>(r)], step.position[r] - 1);
+      const Vector wanted = queries_ahead(*model_, step.layer, x_[static_cast<std::size_t>(r)], step.position[r] - 1);
       REQUIRE(wanted.size() == static_cast<std::size_t>(out.extent[1] * out.extent[2]));
       for (std::size_t i = 0; i < wanted.size(); ++i, ++seen)
         CHECK(out.data[r * out.stride[0] + static_cast<std::int64_t>(i)] == Approx(wanted[i]).margin(2e-4));

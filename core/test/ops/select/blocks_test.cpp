@@ -1,5 +1,6 @@
 // Blocks of tokens by hand, and what their ops refuse.
 #include <catch2/catch.hpp>
+#include <cmath>
 
 #include "cases/paged_fixture.hpp"
 #include "ops/select/blocks.hpp"
@@ -111,6 +112,37 @@ TEST_CASE("blocks: mass of the newest tokens, and blocks as the text grows") {
     CHECK(before == .5f);
     CHECK(s.vector(0, 0) == -5);
     CHECK(s.vector(1, 1) == -1);
+  }
+}
+
+TEST_CASE("blocks: keys that RoPE did not turn, and queries at another place") {
+  for (const bool reference : {false, true}) {
+    CAPTURE(reference);
+    Scene s;
+    const double slow = std::pow(10000., -2. * 1 / 8);  // the pair of elements 1 and 5
+    s.rule.unturned = true;
+    s.rule.representatives = 1;
+    std::vector<float> k(8), mass(2 * 30), key(2 * 4 * 8), turned(16, -7);
+    k[1] = 2;
+    for (int t = 13; t < 21; ++t) s.cache.append(0, 0, k, k, t);
+    PagedKv kv = s.cache.view();
+    kv.rope_table.attention_scale = 3;  // is in keys and queries already
+    mass[15] = 1;                       // of block 3, the places 14 to 17
+    KeyBlocks b = s.blocks();
+    b.key = View<float, 4>::dense(key.data(), {1, 2, 4, 8});
+    b.mass = View<float, 3>::dense(mass.data(), {1, 2, 30});
+    reference ? ops::make_blocks_reference(kv, s.rule, b) : ops::make_blocks(kv, s.rule, b, Stream::cpu());
+    REQUIRE(s.made[0] == 4);
+    CHECK(b.key(0, 0, 3, 1) == Approx(2 * std::cos(15 * slow)));
+    CHECK(b.key(0, 0, 3, 5) == Approx(-2 * std::sin(15 * slow)));
+    CHECK(b.key(0, 0, 3, 0) == 0);
+    s.queries[1] = 2, s.queries[0] = 0;
+    const auto q = View<const float, 3>::dense(s.queries.data(), {1, 2, 8});
+    const auto out = View<float, 3>::dense(turned.data(), {1, 2, 8});
+    reference ? ops::turn_queries_reference(kv, q, 3, out) : ops::turn_queries(kv, q, 3, out, Stream::cpu());
+    CHECK(turned[1] == Approx(2 * std::cos(17 * slow)));  // from place 20 to 3
+    CHECK(turned[5] == Approx(-2 * std::sin(17 * slow)));
+    CHECK(turned[8] == 0);
   }
 }
 
