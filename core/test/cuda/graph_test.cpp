@@ -432,12 +432,9 @@ TEST_CASE("cuda engine: steps that evict are replayed") {
 TEST_CASE("cuda engine: steps that read lists of an amount of their own, or chunks, are replayed") {
   int known = 0;
   for (const test::Subject& s : test::subjects().list()) {
-<<<<<<< HEAD
     const bool chunks = s.label == "shadowkv";
-    if (!chunks && s.label != "twilight" && s.label != "lserve" && s.label != "magicpig") continue;
-=======
-    if (s.label != "twilight" && s.label != "lserve" && s.label != "magicpig" && s.label != "infinigen") continue;
->>>>>>> d08e5e70 (Tests of a GPU ask for the next layer's queries, and replay infllm and infinigen)
+    if (!chunks && s.label != "twilight" && s.label != "lserve" && s.label != "magicpig" && s.label != "infinigen")
+      continue;
     CAPTURE(s.label);
     ++known;
     Pair p(chunks ? test::with_budget(s.spec, BudgetAmount::tokens, 48) : s.spec);
@@ -449,7 +446,7 @@ TEST_CASE("cuda engine: steps that read lists of an amount of their own, or chun
     CHECK(p.graphs.fired() > 0);
     p.graphs.store().check_invariants();
   }
-  CHECK(known == 4);
+  CHECK(known == 5);
 }
 
 TEST_CASE("cuda engine: steps that read made-up tokens, and let tokens join them, are replayed") {
