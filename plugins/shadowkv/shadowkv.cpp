@@ -25,8 +25,9 @@ class ShadowKv final : public kvlab::Policy {
         divisor_(p.get<int>("logit_dim")),
         group_(p.get<kvlab::GroupRule>("group")),
         factorises_(p.get<bool>("low_rank")) {
-    if (group_ != kvlab::GroupRule::max && group_ != kvlab::GroupRule::mean)
-      throw kvlab::Error(kvlab::Errc::config, "got another rule as group, wanted max or mean");
+    for (const auto& [rule, name] : kvlab::Choices<kvlab::GroupRule>::all)
+      if (rule == group_ && rule != kvlab::GroupRule::max && rule != kvlab::GroupRule::mean)
+        throw kvlab::Error(kvlab::Errc::config, std::string("got group ") + name + ", wanted max or mean");
   }
 
   kvlab::Needs needs() const override {

@@ -227,5 +227,6 @@ TEST_CASE("shadowkv: what it cannot obey is refused") {
   CHECK_THROWS_WITH(run_with(params(20), 42), Contains("got a budget of 42 tokens, wanted a multiple of 4"));
   CHECK_THROWS_WITH(run_with(params(20), 20), Contains("got a budget of 20 tokens, wanted at least 24"));
   CHECK_NOTHROW(run_with(params(20), 24));
-  CHECK_THROWS_WITH(run_with(params(20, {{"group", std::string("sum")}})), Contains("wanted max or mean"));
+  CHECK_THROWS_WITH(run_with(params(20, {{"group", std::string("sum")}})),
+                    Contains("got group sum, wanted max or mean"));
 }
