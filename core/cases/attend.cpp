@@ -264,6 +264,9 @@ void add_tokens(std::vector<Case>& v) {
         }
   for (const Kind& k : {Kind{plain, DType::bf16, 128, 16, 4},
                         {plain, DType::bf16, 64, 16, 16},
+                        {plain, DType::bf16, 256, 5, 1},
+                        {plain, DType::bf16, 128, 7, 11},
+                        {plain, DType::bf16, 64, 5, 3},
                         {codes, DType::bf16, 128, 16, 8},
                         {codes, DType::bf16, 96, 5, 2},
                         {values, DType::bf16, 72, 5, 3},

@@ -23,18 +23,23 @@ struct Hashes {
   KeyHashes view;
 
   Hashes(OnCache& x, const HashRule& rule)
-      : code(static_cast<std::size_t>(heads(x) * x.c.room() * rule.tables), -7),
+      : code(static_cast<std::size_t>(heads(x) * x.c.room() * room_of(x, rule)), -7),
         mean(static_cast<std::size_t>(heads(x) * x.kv.head_dim), -7),
         planes(hash_planes(rule, 1, x.kv.kv_heads, x.kv.head_dim)),
         bound(static_cast<std::size_t>(heads(x) * 2), 0) {
     const std::int64_t slots = x.kv.length.extent[0], of_slot = x.kv.kv_heads, dim = x.kv.head_dim;
-    view.code = View<std::int16_t, 4>::dense(code.data(), {slots, of_slot, x.c.room(), rule.tables});
+    view.code = View<std::int16_t, 4>::dense(code.data(), {slots, of_slot, x.c.room(), room_of(x, rule)});
+    view.code.extent[3] = rule.tables;
     view.mean = View<float, 3>::dense(mean.data(), {slots, of_slot, dim});
     view.bound = View<std::int32_t, 3>::dense(bound.data(), {slots, of_slot, 2});
     view.planes = View<const float, 4>::dense(planes.data(), {of_slot, dim, rule.bits, rule.tables});
   }
   KeyHashes put(Place& place) const {
     return {place.put(view.code), place.put(view.mean), place.put(view.bound), place.put(view.planes)};
+  }
+  // Numbers between tokens: KeptHashes has rows of whole 16 bytes.
+  static std::int64_t room_of(const OnCache& x, const HashRule& rule) {
+    return x.n % 2 ? rule.tables : (rule.tables + 7) / 8 * 8;
   }
   static std::int64_t heads(const OnCache& x) { return x.kv.length.extent[0] * x.kv.kv_heads; }
 };

@@ -84,7 +84,9 @@ target_compile_options(kvlab_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 
 if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)
   target_compile_options(kvlab_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)  # a tenth of the size
 endif()
-if(KVLAB_CUDA_QUICK AND CUDAToolkit_VERSION VERSION_GREATER_EQUAL 13.0)
+if(KVLAB_CUDA_QUICK AND CUDAToolkit_VERSION VERSION_LESS 13.0)
+  message(STATUS "KVLAB_CUDA_QUICK takes nvcc 13, got ${CUDAToolkit_VERSION}: kernels are compiled as ever")
+elseif(KVLAB_CUDA_QUICK)
   target_compile_options(kvlab_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--Ofast-compile=mid>)
   target_compile_definitions(kvlab_cuda PRIVATE KVLAB_CUDA_QUICK)
 endif()

@@ -628,11 +628,15 @@ KVLAB_ON_CUDA(page_edit, page_edit);
 
 void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream) {
   const std::size_t shared = (static_cast<std::size_t>(a.most) + 31) / 32 * 4;
-  if (shared > 48 * 1024)
-    throw Error(
-        Errc::unsupported,
-        "got " + std::to_string(a.most) + (a.unit == 1 ? " tokens" : " pages") + " of a head, wanted at most 393216",
-        "store attend (CUDA)");
+  const std::size_t room = static_cast<std::size_t>(shared_bytes()) - 1024;
+  if (shared > room)
+    throw Error(Errc::unsupported,
+                "got " + std::to_string(a.most) + (a.unit == 1 ? " tokens" : " pages") + " of a head, wanted at most " +
+                    std::to_string(room * 8),
+                "store attend (CUDA)");
+  static const cudaError_t once =
+      cudaFuncSetAttribute(attend_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room));
+  check(once, "store attend");
   attend_kernel<<<a.rows * s.kv_heads, attend_threads, shared, stream_of(stream)>>>(s, a);
   check_launch("store attend");
 }

@@ -76,7 +76,8 @@ KVLAB_PLUGIN(kvlab::policy<MagicPig>("magicpig",
                                      "query heads sample keys of the prompt by collisions of hashes, and attention "
                                      "corrects for their chances (Chen et al. 2024). Every token stays on the device")
                  .param("bits", 10, 0, 15, "of a table's code, the paper's K; 0 = every layer attends to everything")
-                 .param("tables", 150, 1, 4096, "of codes, the paper's L. Each costs 2 bytes a token and KV head")
+                 .param("tables", 150, 1, 4096,
+                        "of codes, the paper's L. Eight of them cost 16 bytes a token and KV head")
                  .param("collisions", 2, 1, 64, "tables whose codes must be the query's, at most all of them")
                  .param("sinks", 4, 0, kvlab::any, "first tokens, which are read in any case")
                  .param("window", 64, 1, kvlab::any,

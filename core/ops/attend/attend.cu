@@ -66,7 +66,7 @@ static bool takes_tokens(const AttendArgs& in) {
   const int dim = kv.head_dim;
   return !l.codec.k.bits && !l.codec.v.bits && l.dtype != DType::f32 && (dim == 64 || dim == 128 || dim == 256) &&
          static_cast<int>(in.queries.extent[1]) / kv.kv_heads <= 16 && kv.rope != RopeRegime::cache_relative &&
-         !kv.lower_pages && !in.mass && !in.logits.out;
+         !kv.lower_pages && !in.mass && !in.logits.out && in.tokens->index.stride[2] == 1;
 }
 
 bool attend_pipelined(const AttendArgs& in) {

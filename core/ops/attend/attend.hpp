@@ -38,13 +38,13 @@ struct AttendArgs {
   View<const float, 3> bias;
 };
 
-// Splits every row into fixed chunks of pages or of listed tokens and merges their partial softmaxes in order. So the
-// result does not depend on the number of threads or on other rows. A list of all pages equals no list bit for bit; a
-// list of all tokens equals it within rounding. A row without tokens gets out 0 and lse -inf. Bytes: K, V and positions
-// of the listed pages or tokens.
-// On the CPU a list that breaks the rules above is Errc::internal. On CUDA the host does not read lists, so nothing
-// checks them; the kernel skips listed tokens that the cache does not have. ops/attend/attend.cuh says what goes to the
-// pipelined kernel and what to the general one. Lists of pages in a cache of two codecs go to the latter.
+// Splits every row into chunks of pages or of listed tokens and merges their partial softmaxes in order. On the CPU
+// the result depends neither on the number of threads nor on other rows. On CUDA other rows may change how the
+// pipelined kernel cuts a row, so they may change its last bits. A list of all pages equals no list bit for bit; a list
+// of all tokens equals it within rounding. A row without tokens gets out 0 and lse -inf. Bytes: K, V and positions of
+// the listed pages or tokens. On the CPU a list that breaks the rules above is Errc::internal. On CUDA the host does
+// not read lists, so nothing checks them; the kernel skips listed tokens that the cache does not have.
+// ops/attend/attend.cuh says what goes to the pipelined kernel and what to the general one.
 void attend(const AttendArgs& a, Workspace& w, Stream s);
 void attend_reference(const AttendArgs& a);  // plain loops, double accumulation: the oracle
 

@@ -4,7 +4,8 @@
 // Each multiprocessor has one block. The units of all (row, KV head) pairs, of 16 tokens or 32 of codes, form one line,
 // which the blocks share out (attend_line.cuh), and within a block its warps. So ragged batches and long single
 // sequences fill the machine alike. Every warp runs its own pipeline over its units. Bulk copies (TMA, 128-byte
-// swizzle) bring K and V of a unit; tensor cores compute with the query heads of the group as columns.
+// swizzle) bring K and V of a unit; lanes copy those of listed tokens row by row. Tensor cores compute with the query
+// heads of the group as columns.
 //
 // In a cache of two codecs a pair has two runs of units, one of each codec. A warp adds up both.
 //
@@ -157,9 +158,9 @@ __device__ __forceinline__ void add_bias(const Args& a, int row, int first_head,
     }
 }
 
-// Copies the listed tokens of a warp's units to its stages, in order. A lane looks up one token of every second unit:
-// those of units 2 k and 2 k + 1 together, two units before the first of them is copied. A number that names no token
-// of the head gets the row of another one, which the kernel then hides.
+// Copies the listed tokens of a warp's units to its stages, in order. A lane looks up a token of every second unit.
+// Both units of a pair are looked up together: list entries a pair ahead, their pages before the pair's first copy. A
+// number that names no token on the device gets zeros, and the kernel hides it.
 template <class Rows>
 class ListedTokens {
  public:
@@ -172,17 +173,22 @@ class ListedTokens {
     look_up(a);
     find(a, pairs, line, begin + 2, end);
   }
+  // stage: of shared memory, at address `to`.
   template <int Runs>
   __device__ __forceinline__ void copy_next(const Args& a, const Pairs<Runs>& pairs, const UnitLine<Runs>& line,
-                                            int end, unsigned to, unsigned barrier) {
+                                            int end, unsigned char* stage, unsigned to, unsigned barrier) {
     constexpr int chunks = Rows::dim / 8, at_once = 32 / chunks;  // of 16 bytes in a row; rows of one copy
     const int lane = threadIdx.x % 32, half = second_ ? 16 : 0;
 #pragma unroll
     for (int j = 0; j < unit_tokens / at_once; ++j) {
       const int token = j * at_once + lane / chunks;
       const std::int64_t key = __shfl_sync(~0u, key_, half + token);
-      if (key < 0) continue;
       const unsigned offset = swizzled(static_cast<unsigned>(token * Rows::dim * 2 + lane % chunks * 16));
+      if (key < 0) {
+        *reinterpret_cast<uint4*>(stage + offset) = {};
+        *reinterpret_cast<uint4*>(stage + Rows::S::side_bytes + offset) = {};
+        continue;
+      }
       const std::byte* from = a.base + key + lane % chunks * 16;
       copy_async16(to + offset, from);
       copy_async16(to + Rows::S::side_bytes + offset, from + std::int64_t{a.value_rows} * 128);
@@ -215,9 +221,9 @@ class ListedTokens {
   // key_: offset of the token's key from the tier's start, -1 = none.
   __device__ __forceinline__ void look_up(const Args& a) {
     key_ = -1;
-    if (length_ <= 0) return;
-    const int place = max(0, min(place_, length_ - 1)), page = place / a.page_size;
-    key_ = std::int64_t{entries_[page].frame} * granule_bytes + a.keys + (place - page * a.page_size) * Rows::dim * 2;
+    if (static_cast<unsigned>(place_) >= static_cast<unsigned>(length_)) return;
+    const int page = place_ / a.page_size, frame = entries_[page].frame;
+    if (frame >= 0) key_ = std::int64_t{frame} * granule_bytes + a.keys + (place_ - page * a.page_size) * Rows::dim * 2;
   }
 
   const PageEntry* entries_ = nullptr;
@@ -336,8 +342,9 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     tokens_of_list.start(a, pairs, line, begin, end);
 #pragma unroll 1
     for (int i = 0; i < a.stages && i < items; ++i)
-      tokens_of_list.copy_next(a, pairs, line, end, my_stage + static_cast<unsigned>(i * stage_bytes),
-                               my_barrier + 8 * i);
+      tokens_of_list.copy_next(a, pairs, line, end, stages + warp * ring_bytes + i * stage_bytes,
+                               my_stage + static_cast<unsigned>(i * stage_bytes), my_barrier + 8 * i);
+    __syncwarp();  // zeros that other lanes have written
   } else {
 #pragma unroll 1
     for (int i = 0; i < a.stages && i < items; ++i) issue(i, i, ahead);
@@ -479,8 +486,8 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
       const int next = i + a.stages;
       if constexpr (R::listed) {
         if (next < items)
-          tokens_of_list.copy_next(a, pairs, line, end, my_stage + static_cast<unsigned>(freed * stage_bytes),
-                                   my_barrier + 8 * freed);
+          tokens_of_list.copy_next(a, pairs, line, end, stages + warp * ring_bytes + freed * stage_bytes,
+                                   my_stage + static_cast<unsigned>(freed * stage_bytes), my_barrier + 8 * freed);
       } else {
         if (next % 32 == 0 && next < items + 32) {
           Unit fresh = {};

@@ -523,8 +523,8 @@ void launch_shape(const FusedArgs& f, int dim, const CUtensorMap& unit_map, Stre
 bool serves(const AttendArgs& in) {
   const PagedKv& kv = in.kv;
   const PageLayout& l = kv.layouts[0];
-  return attend_pipelined(in) && l.codec.k.bits == 0 && l.codec.v.bits == 0 && !kv.lower_pages &&
-         (kv.head_dim == 64 || kv.head_dim == 128) && kv.page_size >= unit_tokens &&
+  return !in.tokens && !in.bias && attend_pipelined(in) && l.codec.k.bits == 0 && l.codec.v.bits == 0 &&
+         !kv.lower_pages && (kv.head_dim == 64 || kv.head_dim == 128) && kv.page_size >= unit_tokens &&
          kv.rope != RopeRegime::cache_relative && in.window == 0 && !in.mass && !in.logits.out &&
          kv.rows * kv.kv_heads <= max_pairs && in.queries.extent[1] <= most_group * kv.kv_heads;
 }

@@ -8,8 +8,8 @@
 #include "base/device_op.hpp"
 #include "base/lanes.cuh"
 #include "ops/page/paged.cuh"
-#include "ops/select/clusters.cuh"
 #include "ops/select/clusters.hpp"
+#include "ops/select/marks.cuh"
 
 namespace kvlab::ops {
 using namespace cuda;
@@ -102,27 +102,26 @@ __global__ void __launch_bounds__(threads) scores_kernel(DeviceKv kv, View<const
   }
 }
 
-// A thread block takes a KV head. The list first holds a mark for each page; then the marked pages move to its front.
+// A thread block takes a KV head.
 __global__ void __launch_bounds__(list_threads)
     pages_kernel(DeviceKv kv, View<const float, 3> scores, BlockRule rule, const std::int32_t* most,
                  const __grid_constant__ KeyBlocks blocks, const __grid_constant__ PageList list) {
-  __shared__ unsigned scan[32];
+  __shared__ unsigned scan[32], marks[device::places_at_once / 32];
   const int head = blockIdx.x, row = blockIdx.y, slot = kv.kv.slots[row], me = threadIdx.x;
   const int n = static_cast<int>(min(std::int64_t{kv.pages(row, head)}, list.index.extent[2]));
   const int made = static_cast<int>(min(std::int64_t{blocks.made(slot)}, blocks.key.extent[2]));
   const int pages = rule.block / kv.page_size, first = rule.first / kv.page_size, end = first + made * pages;
-  std::int32_t* index = &list.index(list.at(row), head, 0);
-  for (int p = me; p < n; p += list_threads) index[p] = p < first || p >= end;
-  __syncthreads();
-  for (int b = me; b < made; b += list_threads) {
-    const float own = scores(row, 0, b);
-    int before = 0;
-    for (int c = 0; c < made && before < most[row]; ++c) before += c != b && comes_before(scores(row, 0, c), c, own, b);
-    if (before >= most[row]) continue;
-    for (int p = first + b * pages; p < min(n, first + (b + 1) * pages); ++p) index[p] = 1;
-  }
-  __syncthreads();
-  const int kept = device::list_marked(index, n, scan);
+  const auto each = [&](const auto& mark) {
+    for (int b = me; b < made; b += list_threads) {
+      const float own = scores(row, 0, b);
+      int before = 0;
+      for (int c = 0; c < made && before < most[row]; ++c)
+        before += c != b && comes_before(scores(row, 0, c), c, own, b);
+      if (before >= most[row]) continue;
+      for (int p = first + b * pages; p < first + (b + 1) * pages; ++p) mark(p);
+    }
+  };
+  const int kept = device::list_places(n, first, end, &list.index(list.at(row), head, 0), marks, scan, each);
   if (me == 0) list.count(list.at(row), head) = kept;
 }
 

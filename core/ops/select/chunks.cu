@@ -8,7 +8,7 @@
 #include "base/device_op.hpp"
 #include "base/lanes.cuh"
 #include "ops/page/paged.cuh"
-#include "ops/select/clusters.cuh"
+#include "ops/select/marks.cuh"
 
 namespace kvlab::ops {
 using namespace cuda;
@@ -170,12 +170,13 @@ void chunk_scores_cuda(const PagedKv& kv, View<const float, 3> queries, float sc
   check_launch("chunk_scores");
 }
 
-// A block takes a head. The list first holds a mark for each place; then the marked places move to its front.
+// A block takes a head.
 __global__ void __launch_bounds__(threads)
     chunk_tokens_kernel(const __grid_constant__ DeviceKv kv, View<const float, 3> scores,
                         View<const std::int32_t, 2> most, const __grid_constant__ KeyChunks chunks,
                         const __grid_constant__ TokenList list) {
   __shared__ SelectShared select;
+  __shared__ unsigned marks[places_at_once / 32];
   const int head = blockIdx.y, row = blockIdx.z, slot = kv.kv.slots[row], count = chunks.count(slot, head);
   const int n = min(static_cast<std::int64_t>(kv.tokens(row, head)), list.index.extent[2]);
   const auto key = [&](int, int c, unsigned i, unsigned long long& k) {
@@ -194,15 +195,15 @@ __global__ void __launch_bounds__(threads)
     else if (wanted > 0)
       threshold = radix_threshold(key, bounds, 1, static_cast<unsigned>(wanted), 0, select);
   }
-  std::int32_t* index = &list.index(list.at(row), head, 0);
-  for (int t = threadIdx.x; t < n; t += threads) {
-    const int c = t / chunks.size;
-    unsigned long long k = 0;
-    index[t] = c >= count || (scores.data ? !key(0, c, static_cast<unsigned>(c), k) || k >= threshold
-                                          : chunks.outlier(slot, head, c) != 0);
-  }
-  __syncthreads();
-  const int kept = list_marked(index, n, select.scan);
+  const auto each = [&](const auto& mark) {
+    for (int c = threadIdx.x; c < count; c += threads) {
+      unsigned long long k = 0;
+      if (scores.data ? key(0, c, static_cast<unsigned>(c), k) && k < threshold : chunks.outlier(slot, head, c) == 0)
+        continue;
+      for (int t = c * chunks.size; t < (c + 1) * chunks.size; ++t) mark(t);
+    }
+  };
+  const int kept = list_places(n, 0, count * chunks.size, &list.index(list.at(row), head, 0), marks, select.scan, each);
   if (threadIdx.x == 0) list.count(list.at(row), head) = kept;
 }
 

@@ -5,8 +5,8 @@
 #include "base/device_op.hpp"
 #include "base/lanes.cuh"
 #include "ops/page/paged.cuh"
-#include "ops/select/clusters.cuh"
 #include "ops/select/clusters.hpp"
+#include "ops/select/marks.cuh"
 #include "ops/select/share.cuh"
 
 namespace kvlab::ops {

@@ -8,7 +8,7 @@
 #include "base/cuda.cuh"
 #include "base/device_op.hpp"
 #include "ops/page/paged.cuh"
-#include "ops/select/clusters.cuh"
+#include "ops/select/marks.cuh"
 
 namespace kvlab::ops {
 using namespace cuda;

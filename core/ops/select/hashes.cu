@@ -1,5 +1,5 @@
-// Hashes of keys and queries on a GPU. A block hashes a tile of vectors, a thread takes tables of theirs. Sums run in
-// the order of the CPU's, in f64, and products of two f32 are exact there: codes have the same bits.
+// Hashes of keys and queries on a GPU. Keys: a block hashes a tile of them, a thread takes tables of theirs. Sums run
+// in the order of the CPU's, in f64, and products of two f32 are exact there: codes have the same bits.
 #include "ops/select/hashes.hpp"
 
 #include <algorithm>
@@ -276,6 +276,9 @@ void collision_weights_cuda(const PagedKv& kv, View<const float, 3> queries, con
   const bool whole = reinterpret_cast<std::uintptr_t>(hashes.code.data) % 16 == 0 && hashes.code.stride[0] % 8 == 0 &&
                      hashes.code.stride[1] % 8 == 0 && hashes.code.stride[2] % 8 == 0;
   const auto kernel = whole ? weights_kernel<true> : weights_kernel<false>;
+  if (tables > 4096)
+    throw Error(Errc::unsupported, "got " + std::to_string(tables) + " tables, wanted at most 4096",
+                "op collision_weights (CUDA)");
   const std::size_t shared = members * static_cast<std::size_t>((tables + 7) / 8) * sizeof(uint4);
   kernel<<<grid_of(blocks, kv), threads, shared, stream_of(s)>>>(
       Weighing{DeviceKv(kv), queries, codes, hashes, rule, out});

@@ -45,7 +45,7 @@ TEST_CASE("cuda attend: a list of all tokens is no list, and what no list may sa
     a.tokens = nullptr;
     return got;
   };
-  // The kernel of these pages works in f32. That of lists rounds shares to bf16, by their part of the list.
+  // The kernel of these pages works in f32. That of lists rounds queries and shares to bf16.
   CHECK(relative(given(count), all) < 6e-3);
   CHECK(relative(given({1 << 30, 402, 400, 5000}), all) < 6e-3);
   const std::vector<float> none = given({0, -1, -(1 << 30), 0});
