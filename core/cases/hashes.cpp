@@ -35,7 +35,14 @@ struct Hashes {
     view.planes = View<const float, 4>::dense(planes.data(), {of_slot, dim, rule.bits, rule.tables});
   }
   KeyHashes put(Place& place) const {
-    return {place.put(view.code), place.put(view.mean), place.put(view.bound), place.put(view.planes)};
+    KeyHashes there{place.put(whole(view.code)), place.put(view.mean), place.put(view.bound), place.put(view.planes)};
+    there.code.extent[3] = view.code.extent[3];
+    return there;
+  }
+  // With the room between tokens.
+  static View<std::int16_t, 4> whole(View<std::int16_t, 4> codes) {
+    codes.extent[3] = codes.stride[2];
+    return codes;
   }
   // Numbers between tokens: KeptHashes has rows of whole 16 bytes.
   static std::int64_t room_of(const OnCache& x, const HashRule& rule) {
@@ -63,7 +70,7 @@ void check_hashes(OnCache& x) {
     ops::hash_keys_reference(x.kv, from, to, hashes.view);
     x.check.equal("bounds", x.place.get(there.bound), hashes.bound);
     x.check.equal("means", x.place.get(there.mean), hashes.mean, 0);
-    x.check.that("codes", x.place.get(there.code) == hashes.code);
+    x.check.that("codes", x.place.get(Hashes::whole(there.code)) == hashes.code);
     Numbers<3> queries(x, {x.c.rows(), x.c.heads(), x.kv.head_dim}), weights(x, {x.c.rows(), x.c.heads(), x.c.room()});
     const auto queries_there = queries.put();
     for (const int least : {1, 2, rule.tables}) {

@@ -125,24 +125,27 @@ struct Sampled {
   DeviceKv::Token at[32];
 
   __device__ void weigh(const Weighing& a, int row, int head, int count, int lane) {
-    constexpr int together = 2;  // their keys are on the way at once
+    constexpr int together = 4, sharers = 32 / together;  // lanes that share a key
+    const int set = lane / sharers;
     __syncwarp();
     at[lane] = a.kv.token(row, head, token[min(lane, max(count - 1, 0))]);
     __syncwarp();
     const float* mean = &a.hashes.mean(a.kv.kv.slots[row], head, 0);
     double cosine = 0;
     for (int i = 0; i < count; i += together) {
-      double dot[together] = {}, of_query[together] = {}, of_key[together] = {};
-      for (int d = lane; d < a.kv.head_dim; d += 32)
-#pragma unroll
-        for (int j = 0; j < together; ++j) {
-          const int of = min(i + j, count - 1);
-          const double x = a.queries(row, query[of], d), y = at[of].key(d) - mean[d];
-          dot[j] += x * y, of_query[j] += x * x, of_key[j] += y * y;
-        }
+      const int of = min(i + set, count - 1);
+      const DeviceKv::Token key = at[of];
+      const float* asked = &a.queries(row, query[of], 0);
+      double dot = 0, of_query = 0, of_key = 0;
+#pragma unroll 4
+      for (int d = lane % sharers; d < a.kv.head_dim; d += sharers) {
+        const double x = asked[d], y = key.key(d) - mean[d];
+        dot += x * y, of_query += x * x, of_key += y * y;
+      }
+      const double own = cosine_of(sum_of_lanes<1, 4>(dot), sum_of_lanes<1, 4>(of_query), sum_of_lanes<1, 4>(of_key));
 #pragma unroll
       for (int j = 0; j < together; ++j) {
-        const double x = cosine_of(sum_of_lanes(dot[j]), sum_of_lanes(of_query[j]), sum_of_lanes(of_key[j]));
+        const double x = __shfl_sync(~0u, own, j * sharers);
         if (i + j == lane) cosine = x;
       }
     }
