@@ -90,16 +90,17 @@ elseif(KVLAB_CUDA_QUICK)
   target_compile_options(kvlab_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--Ofast-compile=mid>)
   target_compile_definitions(kvlab_cuda PRIVATE KVLAB_CUDA_QUICK)
 endif()
-target_link_libraries(kvlab_cuda PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS})
+target_link_libraries(kvlab_cuda PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS} -Wl,--exclude-libs,ALL,--gc-sections)
 
 # cuDNN's front end is a set of headers from PyPI (tools/setup). cudnn.h comes with the CUDA toolkit or beside cuDNN's
-# library, which kvlab looks up at run time. -O1 halves the time to compile the headers; cuDNN's kernels do the work.
+# library, which kvlab looks up at run time. -Os halves the time to compile the headers; cuDNN's kernels do the work. What
+# nobody calls or looks up would take half a megabyte.
 find_path(KVLAB_CUDNN_FRONTEND cudnn_frontend.h HINTS ${PROJECT_SOURCE_DIR}/build/cudnn-frontend/include
   DOC "folder of cudnn_frontend.h")
 find_path(KVLAB_CUDNN_INCLUDE cudnn.h HINTS ${CUDAToolkit_INCLUDE_DIRS} DOC "folder of cudnn.h")
 if(KVLAB_CUDNN_FRONTEND AND KVLAB_CUDNN_INCLUDE)
   set_source_files_properties(ops/attend/cudnn_attention.cpp PROPERTIES COMPILE_OPTIONS
-    "-O1;-DKVLAB_CUDNN_FRONTEND;-isystem;${KVLAB_CUDNN_FRONTEND};-isystem;${KVLAB_CUDNN_INCLUDE};-isystem;${CUDAToolkit_INCLUDE_DIRS}")
+    "-Os;-fvisibility=hidden;-ffunction-sections;-fdata-sections;-DKVLAB_CUDNN_FRONTEND;-isystem;${KVLAB_CUDNN_FRONTEND};-isystem;${KVLAB_CUDNN_INCLUDE};-isystem;${CUDAToolkit_INCLUDE_DIRS}")
 else()
   message(STATUS "no cuDNN front end or no cudnn.h: a prompt's attention runs without cuDNN")
 endif()
