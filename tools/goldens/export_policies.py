@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Writes core/test/golden/policies/<model>.json: every policy's kept positions, pages, mass and logits on tiny models.
 
-Usage: export_policies.py [core/test/golden [SmolLM2.gguf | --evicting | --heads]]
+Usage: export_policies.py [core/test/golden [SmolLM2.gguf | --evicting | --heads | --retrieval]]
 Format: README.md in this folder. For the tiny models it tries token seeds until no selection depends on rounding.
-With --evicting or --heads it writes only <model>-evicting.json or <model>-heads.json: the cases of evicting_policies.py
-or head_policies.py.
+With --evicting, --heads or --retrieval it writes only <model>-evicting.json, <model>-heads.json or <model>-retrieval.json:
+the cases of evicting_policies.py, head_policies.py or retrieval_policies.py.
 With the GGUF it writes only smollm2.json: the same on the head of text/english.txt.
 """
 import json
@@ -105,6 +105,55 @@ HEADS = {
     "sparq_no_scale": {**SPARQ, "norm_scale": False},
 }
 
+ARKVALE = {"name": "arkvale", "budget": {"tokens": 48}, "page_size": 4, "sinks": 6, "window": 6, "top": 16,
+           "dense_layers": 1}
+TWILIGHT = {"name": "twilight", "page_size": 4, "tokens": 32, "dense_layers": 1}
+CLUSTERKV = {"name": "clusterkv", "budget": {"tokens": 30}, "sinks": 4, "tokens_per_cluster": 8, "iterations": 6,
+             "window": 7, "window_clusters": 2, "dense_layers": 1}
+SQUEEZED = {"name": "squeezed_attention", "percent_clusters": 15.0, "percentile": 0.8, "window": 12, "iterations": 6}
+INFLLM = {"name": "infllm", "budget": {"tokens": 64}, "page_size": 4, "sinks": 5, "window": 14, "block": 8, "top": 4,
+          "representatives": 3}
+INFINIGEN = {"name": "infinigen", "alpha": 1.0, "dense_layers": 1}
+SHADOWKV = {"name": "shadowkv", "budget": {"tokens": 40}, "rank": 12, "chunk": 4, "outliers": 3, "local_chunks": 2}
+THINK = {"name": "think", "ratio": 0.4, "window": 16, "recent": 10}
+FASTGEN = {"name": "fastgen", "recovery": 0.8, "sinks": 2}
+RETRIEVAL = {
+    "arkvale": ARKVALE,
+    "arkvale_greatest_radius": {**ARKVALE, "mean_radius": False},
+    "arkvale_oldest_leave": {**ARKVALE, "keep_best": False},
+    "arkvale_best_alone": {**ARKVALE, "resident": False, "group": "max"},
+    "arkvale_softmax_mean": {**ARKVALE, "resident": False, "group": "softmax_mean", "scale": 0.25, "sinks": 0, "window": 1},
+    "twilight": TWILIGHT,
+    "twilight_exact": {**TWILIGHT, "estimate": "exact", "p": 0.6, "group": "mean"},
+    "twilight_share": {**TWILIGHT, "tokens": 0, "share": 0.3},
+    "twilight_all": {**TWILIGHT, "top_p": False},
+    "clusterkv": CLUSTERKV,
+    "clusterkv_count": {**CLUSTERKV, "clusters": 6, "window": 0, "seed": 3},
+    "clusterkv_first_keys": {**CLUSTERKV, "iterations": 0, "sinks": 0, "dense_layers": 0},
+    "squeezed_attention": SQUEEZED,
+    "squeezed_attention_half": {**SQUEEZED, "percentile": 0.5, "window": 8, "seed": 5},
+    "infllm": INFLLM,
+    "infllm_own_positions": {**INFLLM, "clamped_scores": False},
+    "infllm_all_keys": {**INFLLM, "local_scores": False, "top": 2, "sinks": 0},
+    "infinigen": INFINIGEN,
+    "infinigen_cap": {**INFINIGEN, "alpha": 3.0, "cap": 12, "partial_ratio": 0.4},
+    "infinigen_share": {**INFINIGEN, "cap_share": 0.25, "alpha": 2.0},
+    "shadowkv": SHADOWKV,
+    "shadowkv_exact": {**SHADOWKV, "low_rank": False, "group": "mean"},
+    "shadowkv_no_outliers": {**SHADOWKV, "outlier_chunks": False, "rank": 24, "logit_dim": 128},
+    "think": THINK,
+    "think_all_keys": {**THINK, "ratio": 0.6, "window": 4, "recent": 0},
+    "fastgen": FASTGEN,
+    "fastgen_last_queries": {**FASTGEN, "queries": 8, "recovery": 0.81},
+    "fastgen_no_kinds": {**FASTGEN, "special": False, "punctuation": False, "sinks": 0},
+    "fastgen_no_window": {**FASTGEN, "local": False, "recovery": 0.79},
+    "fastgen_kinds_alone": {**FASTGEN, "recovery": 0.14},
+    "fastgen_punctuation": {**FASTGEN, "recovery": 0.29, "whole": 79},
+    "fastgen_no_frequency": {**FASTGEN, "frequency": False, "window_share": 0.5},
+}
+
+RETRIEVED = {spec["name"] for spec in RETRIEVAL.values()}
+
 
 REAL = {name: {"name": name, "budget": {"tokens": 64}}
         for name in ("streaming_llm", "snapkv", "h2o", "knorm", "quest")}
@@ -159,7 +208,7 @@ def run_case(model, others, name, spec, prompt, forced, logit_ids):
 
 def export_tiny(path, specs, one_text):
     """one_text: all cases have the same tokens. Otherwise each has its own, since evictions in all steps tie more often."""
-    model, logit_ids = llama.Llama(path), list(range(0, VOCAB, 5))
+    model, logit_ids = llama.Llama(path), list(range(0, VOCAB, 20 if specs is RETRIEVAL else 5))
     others = [llama.Llama(path, torch.float64), perturbed(model, 0), perturbed(model, 1)]
     document = {"version": 1, "model": "tiny/" + os.path.basename(path)}
     specs = {name: of_shape(spec, model) for name, spec in specs.items()}
@@ -181,9 +230,12 @@ def of_shape(spec, model):
 
 def cases_of(model, others, specs, logit_ids):
     """The first seed whose tokens leave no near tie in any of the cases. Returns the tokens and the cases."""
+    long_lists = any(spec["name"] in RETRIEVED for spec in specs.values())
     for seed in range(100):
         ids = np.random.default_rng(seed).integers(2, VOCAB, PROMPT + FORCED).tolist()
-        prompt, forced, cases = ids[:PROMPT], ids[PROMPT:], []
+        if "fastgen" in (spec["name"] for spec in specs.values()):
+            ids[20::35] = [0] * len(ids[20::35])  # special tokens
+        prompt, forced, cases = ids[:PROMPT], ids[PROMPT:PROMPT + (16 if long_lists else FORCED)], []
         for name, spec in specs.items():
             cases.append(run_case(model, others, name, spec, prompt, forced, logit_ids))
             if cases[-1]["doubtful"]:
@@ -211,7 +263,7 @@ def export_real(golden, path):
 def main():
     golden = sys.argv[1] if len(sys.argv) > 1 else os.path.join(os.path.dirname(__file__), "../../core/test/golden")
     os.makedirs(os.path.join(golden, "policies"), exist_ok=True)
-    groups = {"": CASES, "--evicting": EVICTING, "--heads": HEADS}
+    groups = {"": CASES, "--evicting": EVICTING, "--heads": HEADS, "--retrieval": RETRIEVAL}
     group = sys.argv[2] if len(sys.argv) > 2 else ""
     if group not in groups:
         return save(golden, "smollm2", export_real(golden, group))

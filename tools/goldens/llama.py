@@ -12,7 +12,7 @@ import weights
 class Llama:
     def __init__(self, path, dtype=torch.float32):
         config, tensors = weights.load(path)
-        self.config, self.dtype = config, dtype
+        self.path, self.config, self.dtype = path, config, dtype
         self.w = {name: tensor.to(dtype) for name, tensor in tensors.items()}
         self.layers, self.heads = config["num_hidden_layers"], config["num_attention_heads"]
         self.kv_heads = config.get("num_key_value_heads") or self.heads

@@ -66,6 +66,7 @@ class Full:
     cache_relative = False
     lists_tokens = False  # select names tokens, not pages
     window = 0  # last prompt queries whose probabilities the policy wants
+    text = ()  # ids of the prompt and of the forced tokens
 
     def __init__(self, spec, model):
         self.spec, self.model = spec, model
@@ -80,9 +81,16 @@ class Full:
         """Kept positions per KV head."""
         return [torch.arange(prompt.n)] * self.model.kv_heads
 
+    def rewritten(self, layer, prompt):
+        """What the cache stores as the prompt's keys [Hkv, n, D] after `prompt`, where that is something else."""
+        return None
+
     def finish_prompt(self, kept, n):
         """Kept positions [layer][kv_head] after the prompt's last layer."""
         return kept
+
+    def enter(self, layer, x, position):
+        """The residual stream x [1, hidden] in front of a layer of a decode step."""
 
     def select(self, layer, q, k, kept):
         """Positions that this step's attention reads, per KV head, and pages where the policy thinks in pages.

@@ -17,6 +17,7 @@ import policies
 import evicting_policies  # noqa: F401  (adds its policies)
 import head_policies  # noqa: F401
 import layer_policies  # noqa: F401
+import retrieval_policies  # noqa: F401
 
 
 class LayerCache:
@@ -56,6 +57,7 @@ class Run:
 
 def run(model, spec, prompt, forced):
     policy, result = policies.make(spec, model), Run()
+    policy.text = [*prompt, *forced]
     caches = [LayerCache(model, spec.get("codec"), policy.cache_relative) for _ in range(model.layers)]
     with torch.no_grad():
         kept = prefill(model, policy, caches, prompt, result)
@@ -72,7 +74,11 @@ def prefill(model, policy, caches, ids, result):
         cache.append(raw_k, v, 0)
         attended, sums, _ = model.prompt_attention(q, cache.k, v, policy.window)
         rows = model.prompt_attention(q, cache.scored, v, policy.window)[2]
-        kept.append(policy.prompt(layer, policies.Prompt(n, q, cache.scored, v, sums, rows)))
+        of_layer = policies.Prompt(n, q, cache.scored, v, sums, rows)
+        kept.append(policy.prompt(layer, of_layer))
+        keys = policy.rewritten(layer, of_layer)
+        if keys is not None:
+            cache.stored_k = keys
         x = model.after_attention(layer, x, attended)
     kept = policy.finish_prompt(kept, n)
     result.kept.append([list(layer) for layer in kept])
@@ -84,6 +90,7 @@ def decode(model, policy, caches, kept, position, token, result):
     x, masses, errors, reads, pages = model.embed([token]), [], [], [], []
     new = torch.tensor([position])
     for layer, cache in enumerate(caches):
+        policy.enter(layer, x, position)
         raw_q, raw_k, v = model.qkv(layer, x)
         cache.append(raw_k, v, position)
         q = model.rotate(raw_q, new)[:, 0]

@@ -11,6 +11,7 @@ import layer_policies
 import llama
 import policies
 import reference_policies as reference
+import retrieval_policies as retrieval
 
 TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../core/test/golden/tiny")
 
@@ -241,6 +242,106 @@ def test_sparq():
     both = torch.tensor([[2., -1, .5, 0], [0., 0, 2.5, 0]])
     scores = policies.make({**spec, "rank": 1}, model(1, 2))
     assert lists(scores.select(0, both, torch.cat([keys, torch.zeros(1, 1, 4)], 1), [torch.arange(4)])[0]) == [[2, 3]]
+
+
+def test_arkvale():
+    keys, q = torch.tensor([[1., -2], [3, 0], [5, 4], [-1, 2]]), torch.tensor([[1., -1]])
+    for mean_radius, score in ((True, 5), (False, 7)):
+        assert retrieval.box_scores(q, [keys], mean_radius).tolist() == [[score]]
+    # The card's pages 1 to 7: the best two come, and the two lowest of those that may leave go.
+    scores = dict(zip(range(1, 8), (9, 1, 2, 7, 3, 8, 0)))
+    best = {1 + i for i in policies.top(torch.tensor(list(scores.values())), 2).tolist()}
+    assert best == {1, 6}
+    assert retrieval.resident_after({0, 3, 4, 5, 8, 9}, best | {0, 8, 9}, scores, 6) == {0, 1, 4, 6, 8, 9}
+
+
+def test_twilight():
+    weights = torch.tensor([.5, .2, .15, .1, .05], dtype=torch.float64)
+    for share, expected in ((.8, [0, 1, 2]), (.6, [0, 1]), (.5, [0])):
+        assert retrieval.fewest(weights, share).tolist() == expected
+    assert retrieval.fewest(torch.tensor([.5, 0, .5]), 1).tolist() == [0, 2]
+    assert torch.allclose(retrieval.four_bits(torch.tensor([-1.5, .13, 1.5])), torch.tensor([-1.5, .1, 1.5]))
+    assert retrieval.four_bits(torch.tensor([2., 2, 2])).tolist() == [2, 2, 2]
+
+
+def test_clusterkv():
+    scores, members = torch.tensor([.6, 1.0, .1]), [[1, 4], [2, 3, 6], [5]]
+    assert retrieval.whole_clusters(scores, members, 4) == [1, 2, 3, 6]  # and token 0, which is a sink
+    assert retrieval.whole_clusters(scores, members, 2) == [2, 3] and retrieval.whole_clusters(scores, members, 0) == []
+    # By cosine, length is nothing for the labels, but it is for the means.
+    keys = torch.tensor([[1., 0], [9, 1], [0, 1], [.2, 4]])
+    centroids, of_key = retrieval.k_means(keys, [0, 2], 3)
+    assert of_key.tolist() == [0, 0, 1, 1] and torch.allclose(centroids, torch.tensor([[5, .5], [.1, 2.5]]).double())
+    assert retrieval.k_means(keys, [0, 0], 0)[1].tolist() == [0, 0, 0, 0]
+    assert retrieval.k_means(keys, [0, 0], 1)[0][1].tolist() == [1, 0]  # no key was nearest to it
+    for seed in range(20):
+        drawn = retrieval.first_keys(3, 10, seed, 1)
+        assert len(set(drawn)) == 3 and drawn == sorted(drawn) and drawn[-1] < 10
+    assert retrieval.first_keys(4, 4, 0, 0) == [0, 1, 2, 3]
+
+
+def test_squeezed_attention():
+    shares = retrieval.cluster_shares(torch.tensor([0, math.log(3)], dtype=torch.float64), torch.tensor([3., 1]).double())
+    assert torch.allclose(shares, torch.tensor([1 / 6, 1 / 2]).double())
+    policy = policies.make({"name": "squeezed_attention", "window": 1}, model())
+    policy.heads[0, 0] = head = retrieval.Clusters(0)
+    head.centroids, head.members, head.end = torch.tensor([[0.], [math.log(3)]]).double(), [[0, 2, 3], [1]], 4
+    for threshold, expected in ((.3, [1, 4, 5]), (.1, [0, 1, 2, 3, 4, 5])):
+        policy.threshold = threshold
+        assert lists(policy.select(0, torch.tensor([[1.]]), torch.zeros(1, 6, 1), None)[0]) == [expected]
+
+
+def test_infllm():
+    keys = torch.tensor([[7., 7], [1, 0], [7, 7], [0, 1]])
+    assert retrieval.representative(keys, torch.tensor([.1, .9, .3, .8]), 2).tolist() == [.5, .5]
+    spec = {"name": "infllm", "page_size": 2, "block": 2, "sinks": 1, "window": 1, "top": 1, "clamped_scores": False}
+    turned = SimpleNamespace(kv_heads=1, group=1, heads=1, layers=1, expand=lambda keys: keys)
+    policy = policies.make(spec, turned)
+    policy.vectors[0] = [torch.tensor([[.5, .5]]), torch.tensor([[.9, -1]])]
+    read, pages = policy.select(0, torch.tensor([[2., 0]]), torch.zeros(1, 7, 2), None)
+    assert lists(pages) == [[0, 2, 3]] and lists(read) == [[0, 1, 4, 5, 6]]
+
+
+def test_infinigen():
+    scores = torch.tensor([[9, 6.2, 5.1, 4.9, 1], [3, 2.9, 2.5, -1.5, -.5]])
+    assert retrieval.near_greatest(scores, 4) == 3
+    policy = policies.make({"name": "infinigen", "dense_layers": 1}, model(kv_heads=2))
+    policy.channels[1], policy.guessed[1] = [torch.tensor([0])] * 2, torch.ones(2, 1)
+    keys = torch.cat([scores, torch.zeros(2, 1)], 1)[..., None]
+    assert lists(policy.select(1, torch.ones(2, 1), keys, None)[0]) == [[0, 1, 2, 5]] * 2
+
+
+def test_shadowkv():
+    chunks = torch.tensor([[[1., 0], [0, 1]], [[1, 0], [1, .1]]])
+    assert retrieval.outlier_chunks(chunks, 1) == [0] and retrieval.outlier_chunks(chunks, 9) == [0, 1]
+    x = torch.tensor([[2., 0, 0], [0, 1, 0], [0, 0, .5]])
+    assert torch.allclose(retrieval.low_rank(x, 2), torch.diag(torch.tensor([2., 1, 0])), atol=1e-6)
+    policy = policies.make({"name": "shadowkv", "budget": {"tokens": 416}}, model())
+    policy.prompt(0, prompt(8195, k=torch.randn(1, 8195, 2, generator=torch.Generator().manual_seed(0))))
+    assert policy.landmarks[0].shape[1] == 1020 and 8195 - policy.end == 35
+
+
+def test_think():
+    assert retrieval.channels_that_stay(torch.tensor([4, 1, .25, 0]), torch.tensor([.1, 1, 4, 9]), .5).tolist() == [1, 2]
+    policy = policies.make({"name": "think", "ratio": .5, "window": 1, "recent": 1}, model())
+    keys = policy.rewritten(0, prompt(2, q=torch.tensor([[[9., 9], [1, 2]]]), k=torch.ones(1, 2, 2)))
+    assert keys.tolist() == [[[0, 1], [1, 1]]]
+
+
+def test_fastgen():
+    rows = torch.tensor([[1., 0, 0, 0, 0], [.6, .4, 0, 0, 0], [.5, .3, .2, 0, 0], [.4, .1, .4, .1, 0], [.3, .1, .2, .2, .2]])
+    folder = os.path.join(TINY, "llama-gqa3")
+    spec = {"name": "fastgen", "sinks": 0, "local": False}
+    for recovery, rule, expected in ((.5, 0, [0]), (.6, 1, [0, 3]), (.95, 2, [0, 1, 2, 3]), (.97, 4, [0, 1, 2, 3, 4])):
+        policy = policies.make({**spec, "recovery": recovery}, SimpleNamespace(kv_heads=1, group=1, path=folder))
+        policy.special, policy.punctuation, policy.text = {7}, {8}, [7, 1, 1, 8, 1]
+        assert lists(policy.prompt(0, prompt(5, last_rows=rows[None]))) == [expected]
+        assert policy.rule[0, 0] == rule
+    for kept, share in (({0}, .56), ({0, 3}, .62), ({0, 1, 2, 3}, .96)):
+        marks = torch.tensor([[p in kept for p in range(5)]])
+        assert abs(retrieval.recovered(rows[None], marks) - share) < 1e-6
+    kinds = retrieval.token_kinds(folder)
+    assert kinds["special"] == {0, 1} and {2, 13, 15} <= kinds["punctuation"] and 17 not in kinds["punctuation"]
 
 
 def test_budgets():

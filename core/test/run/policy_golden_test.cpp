@@ -57,7 +57,7 @@ PolicySpec spec_of(const json& p, Registry& registry) {
     if (!zigzag) of_split["window"] = params.at("window");
     s.split = use(registry, Role::budget, zigzag ? s.name : "cake_layers", of_split);
     s.scorer = use(registry, Role::scorer, zigzag ? "snapkv" : "cake", params);
-  } else if (std::set<std::string>{"duo_attention", "razor_attention", "omnikv", "sparq"}.contains(s.name)) {
+  } else if (registry.find(Role::policy, s.name)) {
     s.policy = use(registry, Role::policy, s.name, params);
   } else {
     s.scorer = use(registry, Role::scorer, s.name, params);
@@ -122,7 +122,8 @@ void check_tokens(const json& expected, const std::vector<std::vector<int>>& rea
 
 TEST_CASE("policies keep, read and predict what the reference does") {
   const std::string name = GENERATE(as<std::string>{}, "llama-gqa3", "llama-gqa4-rope3", "llama-gqa3-evicting",
-                                    "llama-gqa4-rope3-evicting", "llama-gqa3-heads", "llama-gqa4-rope3-heads");
+                                    "llama-gqa4-rope3-evicting", "llama-gqa3-heads", "llama-gqa4-rope3-heads",
+                                    "llama-gqa3-retrieval", "llama-gqa4-rope3-retrieval");
   std::ifstream in(test::golden("policies/" + name + ".json"));
   const json golden = json::parse(in);
   const auto model = load_model(*open_checkpoint(test::golden(golden["model"])), DType::f32, name);
