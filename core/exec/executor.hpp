@@ -103,8 +103,8 @@ class Executor {
   // Both are dense f32 memory of the device. Hooks may call it. A GPU rounds x to the weights' type.
   virtual void project_output(int layer, int head, const float* x, std::int64_t rows, float* y) const = 0;
 
-  // out [row, query head, head_dim], dense f32 memory of the device = the queries that the next layer would have for
-  // the input of this layer's attention (LayerStep::next_queries). select() and attended() of `layer` may call it, in a
+  // out = the queries that the next layer would have for the input of this layer's attention (LayerStep::next_queries):
+  // [row, query head, head_dim], dense f32 memory of the device. select() and attended() of `layer` may call it, in a
   // decode step of so many rows and in the original regime.
   virtual void queries_ahead(int layer, std::int64_t rows, float* out) = 0;
 

@@ -106,6 +106,6 @@ KVLAB_PLUGIN(kvlab::policy<InfiniGen>("infinigen",
                         "a token counts if its guessed logit is above the head's greatest less so much")
                  .param("partial_ratio", 0.2, 0.001, 1, "share of a head's channels that guess, at least one")
                  .param("cap", 400, 0, kvlab::any, "most tokens that a head reads beside the step's own; 0 = no limit")
-                 .param("cap_share", 1., 0, 1, "the same, as a share of the tokens so far")
+                 .param("cap_share", 1., 0.001, 1, "the same, as a share of the tokens so far; 1 = no limit")
                  .param("dense_layers", 2, 0, kvlab::any,
                         "first layers that attend to everything; layer 0 always does"))

@@ -6,12 +6,13 @@ using namespace kvlab::test;
 
 namespace {
 
-constexpr int prompt = 150, steps = 8, dense = 2;
+constexpr int prompt = 150, steps = 8;
 
 struct Rule {
   double alpha = 4, ratio = .2;
   int cap = 400;
   double cap_share = 1;
+  int dense = 2;
 };
 
 // Tokens that each head reads beside the step's own. scores: [KV head][token].
@@ -24,12 +25,13 @@ std::size_t number_of(const std::vector<Vector>& scores, const Rule& rule) {
       1, std::min({all / scores.size(), rule.cap > 0 ? static_cast<std::size_t>(rule.cap) : all, share}));
 }
 
-// The channels of a KV head that guess: those of the greatest sums of |q| over the prompt.
-std::vector<int> channels_of(const OnText& run, int layer, int head, double ratio) {
+// The channels of a KV head that guess: those of the greatest sums of |q| over the text positions of prompts.
+std::vector<int> channels_of(const OnText& run, int layer, int head, double ratio, const std::vector<int>& prompts) {
   Vector sums(static_cast<std::size_t>(run.config().head_dim));
-  for (std::size_t i = 0; i < prompt; ++i)
+  for (const int i : prompts)
     for (int g = 0; g < run.group(); ++g) {
-      const Vector& q = run.layer(layer).queries.at[i][static_cast<std::size_t>(head * run.group() + g)];
+      const Vector& q =
+          run.layer(layer).queries.at[static_cast<std::size_t>(i)][static_cast<std::size_t>(head * run.group() + g)];
       for (std::size_t d = 0; d < sums.size(); ++d) sums[d] += std::abs(q[d]);
     }
   return best(sums, positions_to(run.config().head_dim),
@@ -56,14 +58,21 @@ std::vector<Vector> scores_of(const OnText& run, int layer, const Vector& querie
 }
 
 // Returns the mean share of the text that is read.
-double check_reads(const std::map<std::string, ParamValue>& params, const Rule& rule) {
-  OnText run(Role::policy, "infinigen", params, 0, prompt + steps, 8);
-  run.prefill(prompt);
+double check_reads(const std::map<std::string, ParamValue>& params, const Rule& rule, int second = 0) {
+  OnText run(Role::policy, "infinigen", params, 0, prompt + steps + second + steps, 8);
+  std::vector<int> prompts;
+  const auto feed = [&](int from, int tokens) {
+    run.prefill(tokens);
+    for (int i = 0; i < tokens; ++i) prompts.push_back(from + i);
+  };
+  feed(0, prompt);
   const ModelConfig& c = run.config();
+  const int all = second > 0 ? 2 * steps : steps, dense = rule.dense;
   double share = 0;
-  for (int step = 0; step < steps; ++step) {
+  for (int step = 0; step < all; ++step) {
+    if (step == steps) feed(prompt + steps, second);
     run.step();
-    const int position = prompt + step;
+    const int position = prompt + step + (step < steps ? 0 : second);
     Vector x = embedded(run.model(), run.text()[static_cast<std::size_t>(position)]), guessed;
     for (int layer = 0; layer < c.layers; ++layer) {
       CAPTURE(step, layer);
@@ -73,7 +82,7 @@ double check_reads(const std::map<std::string, ParamValue>& params, const Rule& 
         CHECK(read.empty());
       } else {
         std::vector<std::vector<int>> channels;
-        for (int h = 0; h < c.kv_heads; ++h) channels.push_back(channels_of(run, layer, h, rule.ratio));
+        for (int h = 0; h < c.kv_heads; ++h) channels.push_back(channels_of(run, layer, h, rule.ratio, prompts));
         const auto scores = scores_of(run, layer, guessed, position, channels);
         const std::size_t m = number_of(scores, rule);
         for (int h = 0; h < c.kv_heads; ++h) {
@@ -81,7 +90,7 @@ double check_reads(const std::map<std::string, ParamValue>& params, const Rule& 
           wanted.push_back(position);
           CHECK(read[static_cast<std::size_t>(h)] == wanted);
         }
-        share += static_cast<double>(m) / position / steps / (c.layers - dense);
+        share += static_cast<double>(m) / position / all / (c.layers - dense);
       }
       if (layer + 1 == c.layers) break;
       guessed = queries_ahead(run.model(), layer, x, position);
@@ -114,6 +123,12 @@ TEST_CASE("infinigen reads on real text what a plain implementation reads") {
               {.alpha = 8, .cap = 0, .cap_share = .125});
 }
 
+TEST_CASE("infinigen: layer 0 guesses for layer 1 where that is not dense, too") {
+  check_reads({{"dense_layers", std::int64_t{1}}}, {.dense = 1});
+}
+
+TEST_CASE("infinigen: the queries of a second prompt count with those of the first") { check_reads({}, {}, 130); }
+
 TEST_CASE("infinigen: short prompts, and what it refuses") {
   const auto read = [](std::map<std::string, ParamValue> params, int of_prompt, int layer) {
     OnText run(Role::policy, "infinigen", params, 0, 64, 8);
@@ -130,6 +145,7 @@ TEST_CASE("infinigen: short prompts, and what it refuses") {
     OnText(Role::policy, "infinigen", params, budget, 64, 8);
   };
   CHECK_THROWS_WITH(make({{"alpha", 0.}}), Catch::Contains("alpha"));
+  CHECK_THROWS_WITH(make({{"cap_share", 0.}}), Catch::Contains("cap_share"));
   CHECK_THROWS_WITH(make({{"partial_ratio", 1.5}}), Catch::Contains("partial_ratio"));
   CHECK_THROWS_WITH(make({}, 32), Catch::Contains("budget"));
 }

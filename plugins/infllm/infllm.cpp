@@ -12,6 +12,7 @@ namespace {
 
 using kvlab::BudgetAmount;
 
+constexpr int most_tokens = 1 << 24;
 constexpr int together = 64;  // queries of a prompt whose attention is scratch at once
 
 class InfLlm final : public kvlab::Policy {
@@ -28,7 +29,7 @@ class InfLlm final : public kvlab::Policy {
   }
 
   kvlab::Needs needs() const override {
-    return kvlab::Needs{}.mass(kvlab::Mass::decode).host_pages(true).capturable(steady_);
+    return kvlab::Needs{}.mass(kvlab::Mass::decode).host_pages(true).capturable(true);
   }
 
   void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
@@ -38,11 +39,16 @@ class InfLlm final : public kvlab::Policy {
                                                   " tokens, wanted whole pages of " + std::to_string(shape.page_size));
     rule_.first = whole(rule_.first);
     read_always_ = rule_.first + whole(rule_.window + rule_.block - 1);
+    if (budget.kind == BudgetAmount::bytes || (budget.kind == BudgetAmount::ratio && budget.value < 1))
+      throw kvlab::Error(kvlab::Errc::config,
+                         std::string("got a budget ") +
+                             (budget.kind == BudgetAmount::bytes ? "in bytes" : "as a ratio of the text") +
+                             ", wanted tokens: sinks and window take the same however long the text is");
     budget.require(read_always_ + rule_.block, "the sinks, the window, what fills no block yet, and a block");
-    steady_ = budget.kind == BudgetAmount::tokens || budget.kind == BudgetAmount::unlimited;
-    const std::vector<std::int32_t> most(
-        static_cast<std::size_t>(shape.max_slots),
-        budget.kind == BudgetAmount::tokens ? blocks_of(static_cast<int>(budget.value)) : top_);
+    const int blocks = budget.kind == BudgetAmount::tokens
+                           ? std::min((static_cast<int>(budget.value) - read_always_) / rule_.block, top_)
+                           : top_;
+    const std::vector<std::int32_t> most(static_cast<std::size_t>(shape.max_slots), blocks);
     most_ = static_cast<const std::int32_t*>(w.constant("blocks to read", most.data(), most.size() * sizeof(most[0])));
     room_ = std::max(1, rule_.blocks(shape.max_tokens));
     kept_ = kvlab::KeptBlocks("blocks", shape, rule_, w);
@@ -62,8 +68,6 @@ class InfLlm final : public kvlab::Policy {
   }
 
  private:
-  int blocks_of(int budget) const { return std::clamp((budget - read_always_) / rule_.block, 1, top_); }
-
   // What each query of the chunk gives the keys of its window. Its softmax is over all that it sees.
   void add_mass_of_prompt(const kvlab::LayerPrefill& kv, kvlab::Stream s) const {
     const kvlab::View<const float, 4> queries = kv.chunk_queries.f32();
@@ -87,12 +91,6 @@ class InfLlm final : public kvlab::Policy {
                         kvlab::Edits& edits, kvlab::Stream s) const {
     kvlab::ops::make_blocks(kv.pages, rule_, kept_.of(kv), s);
     const auto list = kv.list<kvlab::PageList>("pages to read", kv.shape->max_pages());
-    const std::int32_t* most = most_;
-    if (!steady_) {
-      std::vector<std::int32_t> of_rows;
-      for (int row = 0; row < kv.rows(); ++row) of_rows.push_back(blocks_of(kv.budget_tokens(row)));
-      most = kv.upload("blocks to read", of_rows.data());
-    }
     const kvlab::Scores scores = kv.scratch<float>("scores of blocks", {kv.rows(), 1, room_});
     kvlab::View<const float, 3> asked = queries.f32();
     if (rule_.unturned) {  // every block lies at text position 0, and the query at the window's end
@@ -100,7 +98,7 @@ class InfLlm final : public kvlab::Policy {
       kvlab::ops::turn_queries(kv.pages, asked, rule_.window, turned, s);
       asked = turned;
     }
-    kvlab::ops::block_pages(kv.pages, asked, rule_, most, kept_.of(kv), scores, list, s);
+    kvlab::ops::block_pages(kv.pages, asked, rule_, most_, kept_.of(kv), scores, list, s);
     const auto room = kvlab::ops::budget_pages(kv, [](int tokens) { return tokens; });
     edits.place(list, {.room = room.same, .when = when, .rooms = room.each});
     return list;
@@ -108,7 +106,6 @@ class InfLlm final : public kvlab::Policy {
 
   kvlab::BlockRule rule_;
   int top_, read_always_ = 0, room_ = 1;
-  bool steady_ = true;
   const std::int32_t* most_ = nullptr;
   kvlab::KeptBlocks kept_;
 };
@@ -119,8 +116,8 @@ KVLAB_PLUGIN(
     kvlab::policy<InfLlm>("infllm",
                           "blocks of tokens come back from the host when a step ranks them high (Xiao et al. "
                           "2024). Prompts attend to everything, and what is read has the positions of the text")
-        .param("sinks", 128, 0, kvlab::any, "first tokens, which are read in any case, in whole pages")
-        .param("window", 4096, 1, kvlab::any, "newest tokens, which are read in any case and are in no block")
+        .param("sinks", 128, 0, most_tokens, "first tokens, which are read in any case, in whole pages")
+        .param("window", 4096, 1, most_tokens, "newest tokens, which are read in any case and are in no block")
         .param("block", 128, 1, 65536, "tokens of a block, whole pages")
         .param("top", 16, 1, kvlab::any, "blocks that a step reads, if the budget has room for them")
         .param("representatives", 4, 1, 65536, "tokens of a block whose mean key stands for it")

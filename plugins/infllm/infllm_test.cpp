@@ -6,6 +6,7 @@ using namespace kvlab::test;
 namespace {
 
 constexpr int page = 8, prompt = 190, steps = 40, sinks = 10, first = 16, window = 30, block = 16, few = 3, top = 2;
+constexpr int longest = 300;               // text
 constexpr int least = first + 48 + block;  // 30 + 15 tokens lie in six pages at most
 
 std::map<std::string, ParamValue> params(std::map<std::string, ParamValue> more = {}) {
@@ -44,7 +45,7 @@ struct Plain {
   }
   // The query at this text position attends to the tokens `read`.
   void attend(int position, const std::vector<int>& read) {
-    mass.resize(heads(), Vector(prompt + steps));
+    mass.resize(heads(), Vector(longest));
     for (std::size_t h = 0; h < heads(); ++h) {
       const Vector& q = run.layer(layer).queries.at[static_cast<std::size_t>(position)][h];
       Vector logits;
@@ -97,34 +98,41 @@ std::vector<int> tokens_of(const std::vector<int>& pages, int position) {
   return tokens;
 }
 
+struct Part {
+  int prompt, steps;
+};
+
 void check_reads(std::map<std::string, ParamValue> given, int of_block, int budget, std::size_t blocks,
-                 bool clamped = true) {
-  OnText run(Role::policy, "infllm", params(std::move(given)), budget, prompt + steps, page);
-  run.prefill(prompt);
+                 bool clamped = true, const std::vector<Part>& parts = {{prompt, steps}}) {
+  OnText run(Role::policy, "infllm", params(std::move(given)), budget, longest, page);
   std::vector<Plain> layers;
-  for (int layer = 0; layer < run.config().layers; ++layer) {
-    Plain& plain = layers.emplace_back(Plain{run, layer, of_block, clamped});
-    for (int i = 0; i < prompt; ++i) plain.attend(i, positions_to(i + 1));
-    plain.make_blocks(prompt);
-    REQUIRE(plain.keys.size() == (prompt - first - window) / block);
-  }
-  for (int step = 0; step < steps; ++step) {
-    run.step();
-    const int position = prompt + step;
+  for (int layer = 0; layer < run.config().layers; ++layer) layers.push_back(Plain{run, layer, of_block, clamped});
+  int position = 0, step = 0;
+  for (const Part& part : parts) {
+    run.prefill(part.prompt);
     for (Plain& plain : layers) {
-      CAPTURE(step, plain.layer);
-      plain.make_blocks(position + 1);
-      const std::vector<int> wanted = plain.pages(position, blocks);
-      const auto& read = run.layer(plain.layer).read[static_cast<std::size_t>(step)];
-      for (int head = 0; head < run.config().kv_heads; ++head) {
-        CHECK(read[static_cast<std::size_t>(head)] == wanted);
-        if (budget == 0) continue;
-        const auto on = run.pages_on(Tier::device, plain.layer, head);
-        CHECK(std::includes(on.begin(), on.end(), wanted.begin(), wanted.end()));
-        CHECK(static_cast<int>(on.size()) <= budget / page);
-        CHECK(static_cast<int>(run.pages_on(Tier::host, plain.layer, head).size()) >= position / page);
+      for (int i = position; i < position + part.prompt; ++i) plain.attend(i, positions_to(i + 1));
+      plain.make_blocks(position + part.prompt);
+      REQUIRE(static_cast<int>(plain.keys.size()) == (position + part.prompt - first - window) / block);
+    }
+    position += part.prompt;
+    for (const int end = step + part.steps; step < end; ++step, ++position) {
+      run.step();
+      for (Plain& plain : layers) {
+        CAPTURE(step, plain.layer);
+        plain.make_blocks(position + 1);
+        const std::vector<int> wanted = plain.pages(position, blocks);
+        const auto& read = run.layer(plain.layer).read[static_cast<std::size_t>(step)];
+        for (int head = 0; head < run.config().kv_heads; ++head) {
+          CHECK(read[static_cast<std::size_t>(head)] == wanted);
+          if (budget == 0) continue;
+          const auto on = run.pages_on(Tier::device, plain.layer, head);
+          CHECK(std::includes(on.begin(), on.end(), wanted.begin(), wanted.end()));
+          CHECK(static_cast<int>(on.size()) <= budget / page);
+          CHECK(static_cast<int>(run.pages_on(Tier::host, plain.layer, head).size()) >= position / page);
+        }
+        plain.attend(position, tokens_of(wanted, position));
       }
-      plain.attend(position, tokens_of(wanted, position));
     }
   }
 }
@@ -137,6 +145,11 @@ TEST_CASE("infllm reads on real text what a plain implementation reads") {
   check_reads({{"top", std::int64_t{3}}}, few, 0, 3);
   check_reads({{"local_scores", false}}, block, least + block, 2);
   check_reads({{"clamped_scores", false}}, few, least + block, 2, false);
+}
+
+TEST_CASE("infllm: a second prompt adds to the sums of tokens, and blocks that have vectors keep them") {
+  check_reads({}, few, 0, 2, true, {{prompt, 20}, {45, 30}});
+  check_reads({}, few, least + block, 2, true, {{prompt, 20}, {45, 30}});
 }
 
 TEST_CASE("infllm: sinks and window are the whole text, and the result is that of full attention") {
@@ -174,6 +187,21 @@ TEST_CASE("infllm: what it cannot obey is refused") {
   const auto make = [](std::map<std::string, ParamValue> more, int budget = 0) {
     OnText(Role::policy, "infllm", params(std::move(more)), budget, 256, page);
   };
+  const auto attach = [](const BudgetAmount& budget) {
+    Registry registry;
+    const PluginInfo& info = registry.require(Role::policy, "infllm");
+    const auto policy = create<Policy>(info, resolve(info, params()));
+    Shape shape;
+    shape.layers = shape.max_slots = 1, shape.query_heads = shape.kv_heads = 4, shape.head_dim = 8;
+    shape.page_size = page, shape.max_tokens = 256;
+    HeapWorkspace w;
+    policy->attach(shape, budget, w);
+  };
+  CHECK_THROWS_WITH(attach({BudgetAmount::ratio, .5}),
+                    Catch::Contains("got a budget as a ratio of the text, wanted tokens"));
+  CHECK_THROWS_WITH(attach({BudgetAmount::bytes, 1e6}), Catch::Contains("got a budget in bytes, wanted tokens"));
+  CHECK_NOTHROW(attach({BudgetAmount::ratio, 1}));
+  CHECK_THROWS_WITH(make({{"window", std::int64_t{1} << 25}}), Catch::Contains("infllm.window: got"));
   CHECK_THROWS_WITH(make({}, least - 1), Catch::Contains("wanted at least " + std::to_string(least)));
   CHECK_NOTHROW(make({}, least));
   CHECK_THROWS_WITH(make({{"block", std::int64_t{12}}}),

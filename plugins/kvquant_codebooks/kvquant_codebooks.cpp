@@ -5,7 +5,9 @@
 #include <kvlab/rewrite.hpp>
 #include <kvlab/statistics.hpp>
 
+#include <cmath>
 #include <limits>
+#include <string>
 
 #include "codebooks.hpp"
 
@@ -55,7 +57,14 @@ class KvquantCodebooks final : public kvlab::Profiler {
       std::vector<float>& to = (key ? keys_ : values_)[static_cast<std::size_t>(kv.layer)];
       for (int t = seen; t < n; ++t)
         for (int h = 0; h < shape_.kv_heads; ++h)
-          to.insert(to.end(), &rows(0, h, t, 0), &rows(0, h, t, 0) + shape_.head_dim);
+          for (int d = 0; d < shape_.head_dim; ++d) {
+            const float x = rows(0, h, t, d);
+            if (!std::isfinite(x))
+              throw kvlab::Error(kvlab::Errc::data, "got " + std::to_string(x) + " in a " + (key ? "key" : "value") +
+                                                        " of layer " + std::to_string(kv.layer) +
+                                                        ", wanted finite numbers");
+            to.push_back(x);
+          }
     }
     seen = n;
   }

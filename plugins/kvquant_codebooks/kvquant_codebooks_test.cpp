@@ -49,7 +49,7 @@ class Prompts {
       for (int h = 0; h < heads; ++h) {
         std::vector<float> key(dim), value(dim);
         for (std::size_t d = 0; d < dim; ++d) {
-          key[d] = normal_(rng_) * static_cast<float>(d + 1) + 3, value[d] = normal_(rng_);
+          key[d] = normal_(rng_) * static_cast<float>(d + 1) + 3, value[d] = normal_(rng_) + beside;
           keys[h * dim + d].push_back(key[d]), values.back().push_back(value[d]);
         }
         ops::rotate(key.data(), cache_->view().rope_table, tokens_);
@@ -72,6 +72,7 @@ class Prompts {
   }
 
   static constexpr int heads = 2, dim = 8;
+  float beside = 0;                                   // is added to values
   std::vector<std::vector<float>> keys{heads * dim};  // before RoPE, by channel
   std::vector<std::vector<float>> values;             // by token
 
@@ -184,6 +185,11 @@ TEST_CASE("kvquant_codebooks: channels that never change have no entries of thei
   CHECK(profile.at("key_lower").values == profile.at("key_upper").values);
   for (std::size_t i = 0; i < 4; ++i)
     CHECK(double{profile.at("key_codebook").values[4 + i]} == Approx(-1 + 2. * static_cast<double>(i) / 3));
+  p.beside = INFINITY;
+  CHECK_THROWS_WITH(p.prompt(1), Catch::Contains("got inf in a value of layer 0, wanted finite numbers"));
+  p.begin();
+  p.beside = NAN;
+  CHECK_THROWS_WITH(p.prompt(1), Catch::Contains("got nan in a value of layer 0, wanted finite numbers"));
   CHECK_THROWS_WITH(Prompts(1), Catch::Contains("got outlier_share 1, wanted less"));
 }
 

@@ -6,7 +6,6 @@
 #include <kvlab/plugin.hpp>
 #include <kvlab/rewrite.hpp>
 
-#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -30,29 +29,29 @@ class ShadowKv final : public kvlab::Policy {
         throw kvlab::Error(kvlab::Errc::config, std::string("got group ") + name + ", wanted max or mean");
   }
 
-  kvlab::Needs needs() const override {
-    return kvlab::Needs{}.functional(true).capturable(capturable_).scratch_numbers(6);
-  }
+  kvlab::Needs needs() const override { return kvlab::Needs{}.functional(true).capturable(true).scratch_numbers(6); }
 
   void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
     const int width = shape.kv_heads * shape.head_dim;
-    if (rank_ > width)
+    if (factorises_ && rank_ > width)
       throw kvlab::Error(kvlab::Errc::config, "got rank " + std::to_string(rank_) + ", wanted at most " +
                                                   std::to_string(width) + ", the elements of all KV heads' keys");
-    if (budget.kind == BudgetAmount::bytes)
-      throw kvlab::Error(kvlab::Errc::config, "got a budget in bytes, wanted tokens or a ratio: nothing leaves");
+    if (budget.kind == BudgetAmount::bytes || (budget.kind == BudgetAmount::ratio && budget.value < 1))
+      throw kvlab::Error(kvlab::Errc::config,
+                         std::string("got a budget ") +
+                             (budget.kind == BudgetAmount::bytes ? "in bytes" : "as a ratio of the text") +
+                             ", wanted tokens: outliers and local chunks take the same however long the text is");
     budget.require((outliers_ + local_ + 1) * chunk_, "the outliers, the local chunks, and one more chunk");
-    limited_ = budget.kind != BudgetAmount::unlimited;
-    capturable_ = budget.kind != BudgetAmount::ratio;
+    limited_ = budget.kind == BudgetAmount::tokens;
     if (!limited_) return;
-    kept_ = kvlab::KeptChunks("chunks", shape, chunk_, w);
-    if (!capturable_) return;
     const int tokens = static_cast<int>(budget.value);
     if (tokens % chunk_ != 0)
       throw kvlab::Error(kvlab::Errc::config, "got a budget of " + std::to_string(tokens) +
                                                   " tokens, wanted a multiple of " + std::to_string(chunk_) +
                                                   ", the tokens of a chunk");
-    const std::vector<std::int32_t> most(static_cast<std::size_t>(shape.max_slots * shape.kv_heads), chosen(tokens));
+    kept_ = kvlab::KeptChunks("chunks", shape, chunk_, w);
+    const std::vector<std::int32_t> most(static_cast<std::size_t>(shape.max_slots * shape.kv_heads),
+                                         tokens / chunk_ - outliers_ - local_);
     most_ = kvlab::View<const std::int32_t, 2>::dense(
         static_cast<const std::int32_t*>(w.constant("chunks to choose", most.data(), most.size() * 4)),
         {shape.max_slots, shape.kv_heads});
@@ -85,23 +84,14 @@ class ShadowKv final : public kvlab::Policy {
     const auto scale = static_cast<float>(1 / std::sqrt(divisor_ > 0 ? divisor_ : step.pages.head_dim));
     kvlab::ops::chunk_scores(step.pages, step.queries.f32(), scale, group_, chunks, scores, *step.workspace, s);
     const auto list = step.list<kvlab::TokenList>("tokens to read", step.max_length);
-    kvlab::ops::chunk_tokens(step.pages, scores, most_of(step), chunks, list, s);
+    kvlab::ops::chunk_tokens(step.pages, scores, most_, chunks, list, s);
     edits.attend(list);
   }
 
  private:
-  int chosen(int tokens) const { return std::max(0, tokens / chunk_ - outliers_ - local_); }
-  kvlab::View<const std::int32_t, 2> most_of(const kvlab::LayerStep& step) const {
-    if (most_.data) return most_;
-    std::vector<std::int32_t> most;
-    for (int row = 0; row < step.rows(); ++row)
-      most.insert(most.end(), static_cast<std::size_t>(step.kv_heads()), chosen(step.budget_tokens(row)));
-    return step.upload_heads("chunks to choose", most.data());
-  }
-
   int rank_, chunk_, outliers_, local_, divisor_;
   kvlab::GroupRule group_;
-  bool factorises_, limited_ = false, capturable_ = true;
+  bool factorises_, limited_ = false;
   kvlab::KeptChunks kept_;
   kvlab::View<const std::int32_t, 2> most_;
 };
@@ -113,9 +103,9 @@ KVLAB_PLUGIN(kvlab::policy<ShadowKv>("shadowkv",
                                      "(Sun et al. 2024). Functional: every token stays on the device")
                  .param("rank", 160, 1, kvlab::any, "of the keys before RoPE, jointly over the KV heads")
                  .param("chunk", 8, 1, 4096, "neighbouring tokens that a step reads or leaves together")
-                 .param("outliers", 48, 0, kvlab::any,
+                 .param("outliers", 48, 0, 65536,
                         "chunks of each KV head that are read in any case and stay exact: their keys differ most")
-                 .param("local_chunks", 4, 0, kvlab::any, "last chunks of a prompt that are read in any case")
+                 .param("local_chunks", 4, 0, 65536, "last chunks of a prompt that are read in any case")
                  .param("logit_dim", 0, 0, kvlab::any,
                         "landmarks' logits are divided by its root; 0 = by that of head_dim. The code has 128")
                  .param("group", kvlab::GroupRule::max,

@@ -9,7 +9,6 @@ using namespace kvlab::test;
 namespace {
 
 constexpr int prompt = 130, steps = 5, chunk = 4, outliers = 3, local = 2, limit = 40;
-constexpr int chunks = prompt / chunk - local;
 
 using Settings = std::map<std::string, ParamValue>;
 using Matrix = std::vector<std::vector<double>>;  // [token][element]
@@ -21,20 +20,23 @@ Settings params(int rank, Settings more = {}) {
                {"local_chunks", std::int64_t{local}}});
   return more;
 }
-OnText run_with(const Settings& of, int tokens = limit) {
-  return OnText(Role::policy, "shadowkv", of, tokens, prompt + steps, 16);
+OnText run_with(const Settings& of, int tokens = limit, int text = prompt + steps) {
+  return OnText(Role::policy, "shadowkv", of, tokens, text, 16);
 }
 
-// The keys that the model made for the prompt.
-Matrix keys_of(const OnText& run, int layer, int head) {
+// The keys that the model made for the text positions from `first` on.
+Matrix keys_of(const OnText& run, int layer, int head, std::size_t first = 0, std::size_t end = prompt) {
   Matrix keys;
-  for (std::size_t t = 0; t < prompt; ++t) keys.push_back(run.layer(layer).keys.at[t][static_cast<std::size_t>(head)]);
+  for (std::size_t t = first; t < end; ++t) keys.push_back(run.layer(layer).keys.at[t][static_cast<std::size_t>(head)]);
   return keys;
 }
 
+// Functions below take a head's keys at a prompt's end.
+int chunks_of(const Matrix& keys) { return static_cast<int>(keys.size()) / chunk - local; }
+
 Matrix landmarks(const Matrix& keys) {
   Matrix means;
-  for (std::size_t c = 0; c < chunks; ++c) {
+  for (std::size_t c = 0; c < static_cast<std::size_t>(chunks_of(keys)); ++c) {
     auto& mean = means.emplace_back(keys[0].size());
     for (std::size_t t = c * chunk; t < (c + 1) * chunk; ++t)
       for (std::size_t d = 0; d < mean.size(); ++d) mean[d] += keys[t][d] / chunk;
@@ -52,15 +54,16 @@ std::vector<int> outliers_of(const Matrix& keys, std::size_t count = outliers) {
       least = std::min(least, dot(means[c], keys[t]) / std::sqrt(dot(means[c], means[c]) * dot(keys[t], keys[t])));
     apart.push_back(-least);
   }
-  return best(apart, positions_to(chunks), count);
+  return best(apart, positions_to(chunks_of(keys)), count);
 }
 
 bool has(const std::vector<int>& list, int x) { return std::binary_search(list.begin(), list.end(), x); }
 
-// What a step reads of a head.
-std::vector<int> reads(const OnText& run, int layer, int head, int step, std::size_t of_outliers, bool mean,
-                       double divisor) {
-  const Matrix keys = keys_of(run, layer, head), means = landmarks(keys);
+// What the step at this text position reads of a head.
+std::vector<int> reads(const OnText& run, const Matrix& keys, int layer, int head, int position,
+                       std::size_t of_outliers = outliers, bool mean = false, double divisor = 64) {
+  const Matrix means = landmarks(keys);
+  const int chunks = chunks_of(keys);
   const std::vector<int> apart = outliers_of(keys, of_outliers);
   std::vector<int> others;
   for (int c = 0; c < chunks; ++c)
@@ -69,7 +72,7 @@ std::vector<int> reads(const OnText& run, int layer, int head, int step, std::si
   for (int g = 0; g < run.group(); ++g) {
     const auto& q =
         run.layer(layer)
-            .queries.at[static_cast<std::size_t>(prompt + step)][static_cast<std::size_t>(head * run.group() + g)];
+            .queries.at[static_cast<std::size_t>(position)][static_cast<std::size_t>(head * run.group() + g)];
     std::vector<double> logits;
     for (const int c : others) logits.push_back(dot(q, means[static_cast<std::size_t>(c)]) / std::sqrt(divisor));
     const std::vector<double> share = softmax(logits);
@@ -77,7 +80,7 @@ std::vector<int> reads(const OnText& run, int layer, int head, int step, std::si
   }
   std::vector<int> tokens;
   const std::vector<int> chosen = best(score, others, limit / chunk - local - of_outliers);
-  for (int t = 0; t <= prompt + step; ++t)
+  for (int t = 0; t <= position; ++t)
     if (const int c = t / chunk; c >= chunks || has(apart, c) || has(chosen, c)) tokens.push_back(t);
   return tokens;
 }
@@ -91,32 +94,31 @@ void turn(std::vector<double>& x, const RopeTable& rope, double positions) {
   }
 }
 
-// The layer's keys of low rank: of X [token, all heads' elements] before RoPE, U U^T X by the eigenvectors U of X X^T.
-std::vector<Matrix> factorised(const OnText& run, int layer, int rank) {
-  std::vector<Matrix> keys;
-  for (int h = 0; h < run.config().kv_heads; ++h) {
-    keys.push_back(keys_of(run, layer, h));
-    for (std::size_t t = 0; t < prompt; ++t) turn(keys.back()[t], run.rope(), -static_cast<double>(t));
-  }
+// A layer's keys [head] of low rank: of X [token, all heads' elements] before RoPE, U U^T X by the eigenvectors U of
+// X X^T.
+std::vector<Matrix> factorised(std::vector<Matrix> keys, const RopeTable& rope, int rank) {
+  const std::size_t n = keys[0].size();
+  for (Matrix& x : keys)
+    for (std::size_t t = 0; t < n; ++t) turn(x[t], rope, -static_cast<double>(t));
   std::vector<double> gram, values, vectors;
-  for (std::size_t a = 0; a < prompt; ++a)
-    for (std::size_t b = 0; b < prompt; ++b) {
+  for (std::size_t a = 0; a < n; ++a)
+    for (std::size_t b = 0; b < n; ++b) {
       double sum = 0;
       for (const Matrix& x : keys) sum += dot(x[a], x[b]);
       gram.push_back(sum);
     }
-  ops::eigen_reference(gram, prompt, values, vectors);
+  ops::eigen_reference(gram, static_cast<int>(n), values, vectors);
   std::vector<Matrix> out;
   for (const Matrix& x : keys) {
-    Matrix& low = out.emplace_back(prompt, std::vector<double>(x[0].size()));
+    Matrix& low = out.emplace_back(n, std::vector<double>(x[0].size()));
     for (std::size_t q = 0; q < static_cast<std::size_t>(rank); ++q) {
       std::vector<double> sum(x[0].size());
-      for (std::size_t t = 0; t < prompt; ++t)
-        for (std::size_t d = 0; d < sum.size(); ++d) sum[d] += vectors[q * prompt + t] * x[t][d];
-      for (std::size_t t = 0; t < prompt; ++t)
-        for (std::size_t d = 0; d < sum.size(); ++d) low[t][d] += vectors[q * prompt + t] * sum[d];
+      for (std::size_t t = 0; t < n; ++t)
+        for (std::size_t d = 0; d < sum.size(); ++d) sum[d] += vectors[q * n + t] * x[t][d];
+      for (std::size_t t = 0; t < n; ++t)
+        for (std::size_t d = 0; d < sum.size(); ++d) low[t][d] += vectors[q * n + t] * sum[d];
     }
-    for (std::size_t t = 0; t < prompt; ++t) turn(low[t], run.rope(), static_cast<double>(t));
+    for (std::size_t t = 0; t < n; ++t) turn(low[t], rope, static_cast<double>(t));
   }
   return out;
 }
@@ -144,7 +146,8 @@ TEST_CASE("shadowkv reads on real text what a plain implementation reads") {
       for (int step = 0; step < steps; ++step) {
         CAPTURE(layer, head, step);
         const auto& read = run.layer(layer).read[static_cast<std::size_t>(step)][static_cast<std::size_t>(head)];
-        CHECK(read == reads(run, layer, head, step, without ? 0 : outliers, mean, divisor ? divisor : 64));
+        CHECK(read == reads(run, keys_of(run, layer, head), layer, head, prompt + step, without ? 0 : outliers, mean,
+                            divisor ? divisor : 64));
         different.insert(read);
       }
       CHECK(run.kept(layer, head) == positions_to(prompt + steps));
@@ -160,17 +163,19 @@ TEST_CASE("shadowkv stores keys of low rank but for outliers and what lies behin
   run.prefill(prompt);
   double most = 0;
   for (int layer = 0; layer < run.config().layers; ++layer) {
-    const std::vector<Matrix> low = factorised(run, layer, rank);
+    std::vector<Matrix> of_heads;
+    for (int head = 0; head < run.config().kv_heads; ++head) of_heads.push_back(keys_of(run, layer, head));
+    const std::vector<Matrix> low = factorised(of_heads, run.rope(), rank);
     for (int head = 0; head < run.config().kv_heads; ++head) {
       CAPTURE(layer, head);
-      const Matrix exact = keys_of(run, layer, head);
+      const Matrix& exact = of_heads[static_cast<std::size_t>(head)];
       const std::vector<int> apart = outliers_of(exact, without ? 0 : outliers);
       const auto keys = run.stored(KvSide::key, layer, head), values = run.stored(KvSide::value, layer, head);
       std::size_t wrong = 0;
       for (std::size_t t = 0; t < prompt; ++t) {
         const int c = static_cast<int>(t) / chunk;
         const double length = std::sqrt(dot(exact[t], exact[t]));
-        if (c >= chunks || has(apart, c)) {
+        if (c >= chunks_of(exact) || has(apart, c)) {
           wrong += distance(keys[t], exact[t]) != 0;
         } else {
           wrong += distance(keys[t], low[static_cast<std::size_t>(head)][t]) > 1e-4 * length;
@@ -182,6 +187,58 @@ TEST_CASE("shadowkv stores keys of low rank but for outliers and what lies behin
     }
   }
   CHECK(most > .1);  // the rank is low enough to change something
+}
+
+TEST_CASE("shadowkv: a second prompt's end does all of it anew, with the keys as they are stored by then") {
+  constexpr int rank = 20, second = 37, all = prompt + steps + second;
+  OnText run = run_with(params(rank), limit, all + steps), before = run_with(params(rank), limit, all + steps);
+  for (OnText* x : {&run, &before}) {
+    x->prefill(prompt);
+    for (int i = 0; i < steps; ++i) x->step();
+  }
+  run.prefill(second);
+  std::vector<std::vector<Matrix>> keys;
+  int former = 0, generated = 0;  // keys that were exact and are not any more
+  for (int layer = 0; layer < run.config().layers; ++layer) {
+    std::vector<Matrix>& of_heads = keys.emplace_back();
+    for (int head = 0; head < run.config().kv_heads; ++head) {
+      Matrix& x = of_heads.emplace_back();
+      for (const auto& key : before.stored(KvSide::key, layer, head)) x.emplace_back(key.begin(), key.end());
+      for (const auto& key : keys_of(run, layer, head, prompt + steps, all)) x.push_back(key);
+    }
+    const std::vector<Matrix> low = factorised(of_heads, run.rope(), rank);
+    for (int head = 0; head < run.config().kv_heads; ++head) {
+      CAPTURE(layer, head);
+      const Matrix &x = of_heads[static_cast<std::size_t>(head)], made = keys_of(run, layer, head, 0, all);
+      const std::vector<int> apart = outliers_of(x);
+      const auto got = run.stored(KvSide::key, layer, head);
+      REQUIRE(got.size() == all);
+      std::size_t wrong = 0;
+      for (std::size_t t = 0; t < all; ++t) {
+        const int c = static_cast<int>(t) / chunk;
+        if (c >= chunks_of(x) || has(apart, c))
+          wrong += distance(got[t], x[t]) != 0;
+        else
+          wrong += distance(got[t], low[static_cast<std::size_t>(head)][t]) > 1e-4 * std::sqrt(dot(x[t], x[t]));
+        if (x[t] == made[t] && distance(got[t], x[t]) != 0) {
+          former += t < prompt;
+          generated += t >= prompt && t < prompt + steps;
+        }
+      }
+      CHECK(wrong == 0);
+    }
+  }
+  CHECK(former > 0);
+  CHECK(generated > 0);
+  for (int step = 0; step < steps; ++step) run.step();
+  for (int layer = 0; layer < run.config().layers; ++layer)
+    for (int head = 0; head < run.config().kv_heads; ++head)
+      for (int step = 0; step < steps; ++step) {
+        CAPTURE(layer, head, step);
+        CHECK(
+            run.layer(layer).read[static_cast<std::size_t>(steps + step)][static_cast<std::size_t>(head)] ==
+            reads(run, keys[static_cast<std::size_t>(layer)][static_cast<std::size_t>(head)], layer, head, all + step));
+      }
 }
 
 TEST_CASE("shadowkv: a rank that all keys have changes next to nothing, and without low_rank nothing changes") {
@@ -222,7 +279,22 @@ TEST_CASE("shadowkv: a prompt that the budget holds is read as a whole and keeps
 
 TEST_CASE("shadowkv: what it cannot obey is refused") {
   using Catch::Contains;
+  const auto attach = [](const BudgetAmount& budget) {
+    Registry registry;
+    const PluginInfo& info = registry.require(Role::policy, "shadowkv");
+    const auto policy = create<Policy>(info, resolve(info, params(20)));
+    Shape shape;
+    shape.layers = shape.max_slots = 1, shape.query_heads = shape.kv_heads = 4, shape.head_dim = 8;
+    shape.page_size = 8, shape.max_tokens = 256;
+    HeapWorkspace w;
+    policy->attach(shape, budget, w);
+  };
   CHECK_THROWS_WITH(run_with(params(257)), Contains("got rank 257, wanted at most 256"));
+  CHECK_NOTHROW(run_with(params(257, {{"low_rank", false}})));
+  CHECK_THROWS_WITH(attach({BudgetAmount::ratio, .5}), Contains("got a budget as a ratio of the text, wanted tokens"));
+  CHECK_THROWS_WITH(attach({BudgetAmount::bytes, 1e6}), Contains("got a budget in bytes, wanted tokens"));
+  CHECK_NOTHROW(attach({BudgetAmount::ratio, 1}));
+  CHECK_THROWS_WITH(run_with(params(20, {{"outliers", std::int64_t{1} << 20}})), Contains("shadowkv.outliers: got"));
   CHECK_THROWS_WITH(run_with(params(0)), Contains("shadowkv.rank: got 0"));
   CHECK_THROWS_WITH(run_with(params(20), 42), Contains("got a budget of 42 tokens, wanted a multiple of 4"));
   CHECK_THROWS_WITH(run_with(params(20), 20), Contains("got a budget of 20 tokens, wanted at least 24"));

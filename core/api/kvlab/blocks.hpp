@@ -1,5 +1,5 @@
-// Blocks of neighbouring tokens as an index of a policy's own: ops that sum the attention of near queries, make vectors
-// of blocks by it, and choose blocks. All of it stays on the stream's device. ops.hpp says what holds for every op.
+// Blocks of neighbouring tokens as an index of a policy's own. Ops sum the attention of near queries, make vectors of
+// blocks by it, and choose blocks. All of it stays on the stream's device. ops.hpp says what holds for every op.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -22,7 +22,9 @@ struct BlockRule {
   bool unturned = false;    // vectors are of keys as RoPE found them: at text position 0
 
   // Blocks of a text of so many tokens.
-  constexpr int blocks(int tokens) const { return std::max(0, tokens - first - window) / block; }
+  constexpr int blocks(int tokens) const {
+    return static_cast<int>(std::max<std::int64_t>(0, std::int64_t{tokens} - first - window) / block);
+  }
 };
 
 // The blocks of a layer, in state memory.
@@ -61,22 +63,23 @@ namespace ops {
 // all. It reads no page. Bytes: mass, and what it is added to twice.
 void add_block_mass(const PagedKv& kv, View<const float, 3> mass, int newest, const KeyBlocks& blocks, Stream s);
 
-// Makes the vectors of all blocks that a row has by now and that have none. The vector of a query head is the mean of
-// the keys of the block's `representatives` places with the most mass, summed in f64 in the order of places. Keys must
-// be stored as rotated: RopeRegime::cache_relative is Errc::unsupported. It reads no page of another block. Bytes: mass
-// and keys of these blocks, and their vectors.
+// Makes the vectors of all blocks that a row has by now and that have none. The `representatives` places of a block
+// with the most mass represent it. The vector of a query head is the mean of their keys, summed in f64 in the order of
+// places. Keys must be stored as rotated: RopeRegime::cache_relative is Errc::unsupported. With `unturned` it takes
+// RopeRegime::original alone. It reads no page of another block. Bytes: mass and keys of these blocks, and their
+// vectors.
 void make_blocks(const PagedKv& kv, const BlockRule& rule, const KeyBlocks& blocks, Stream s);
 
 // out[row, query head, d] = the query as it would be at text position `position`. queries: [row, query head, head_dim],
-// contiguous along head_dim, of the row's newest token, whose text position is its place. Angles are f64. It reads no
-// page. Bytes: queries and out.
+// contiguous along head_dim, of the row's newest token, whose text position is its place. Angles are f64. A regime but
+// RopeRegime::original is Errc::unsupported. It reads no page. Bytes: queries and out.
 void turn_queries(const PagedKv& kv, View<const float, 3> queries, int position, View<float, 3> out, Stream s);
 
-// list = for every KV head the same pages: those before the first block, those of the row's most[row] best blocks, and
-// those behind the last block that has a vector. The score of a block is the sum of query . vector over all query
-// heads, in f64, as f32. queries: [row, query head, head_dim], contiguous along head_dim. most: [row] memory of the
-// stream's device. scores: [row, 1, block] scratch with room for all blocks. list has room for all pages. It reads no
-// page. Bytes: the vectors.
+// list = for every KV head the same pages. They are those before the first block, those of the row's most[row] best
+// blocks, and those behind the last block that has a vector. The score of a block is the sum of query . vector over all
+// query heads, in f64, as f32. queries: [row, query head, head_dim], contiguous along head_dim. most: [row] memory of
+// the stream's device. scores: [row, 1, block] scratch with room for all blocks. list has room for all pages. It reads
+// no page. Bytes: the vectors.
 void block_pages(const PagedKv& kv, View<const float, 3> queries, const BlockRule& rule, const std::int32_t* most,
                  const KeyBlocks& blocks, Scores scores, PageList list, Stream s);
 

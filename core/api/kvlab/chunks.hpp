@@ -56,11 +56,11 @@ namespace ops {
 // rotated: RopeRegime::cache_relative is Errc::unsupported. Bytes: the keys, twice.
 void chunk_keys(const PagedKv& kv, int local, int outliers, const KeyChunks& chunks, Stream s);
 
-// out[row, kv_head, chunk] = the softmax over the chunks that are no outliers of scale * query . landmark, of each
-// query head, then their greatest (GroupRule::max) or their mean over the group. Other rules are Errc::unsupported. All
-// is in f64. Outliers get 0. Entries behind a head's chunks are left alone. queries: [row, query head, head_dim],
-// contiguous along head_dim. Scratch: an f64 for each query head and chunk. Bytes: the landmarks, and the scratch three
-// times.
+// Each query head takes the softmax of scale * query . landmark, over the chunks that are no outliers. out[row,
+// kv_head, chunk] = the greatest share of the group's query heads (GroupRule::max), or the mean. Other rules are
+// Errc::unsupported. All is in f64. Outliers get 0. Entries behind a head's chunks are left alone. queries: [row, query
+// head, head_dim], contiguous along head_dim. Scratch: an f64 for each query head and chunk. Bytes: the landmarks, and
+// the scratch three times.
 void chunk_scores(const PagedKv& kv, View<const float, 3> queries, float scale, GroupRule rule, const KeyChunks& chunks,
                   Scores out, Workspace& w, Stream s);
 

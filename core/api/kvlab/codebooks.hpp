@@ -15,7 +15,7 @@ struct Codebook {
 
 // Numbers that share thresholds [lower, upper] have zero = (upper + lower) / 2 and range = (upper - lower) / 2. A
 // number x between them becomes zero + range * level, by the centre nearest to (x - zero) / range. With a range of 0 it
-// becomes zero. A number outside is an outlier.
+// becomes zero. A number outside is an outlier. NaN and infinite numbers stay as they are.
 struct Coding {
   Codebook book;
   bool exact_outliers = true;  // outliers stay as they are; false: they become a level, too

@@ -23,11 +23,11 @@ namespace ops {
 // page. Bytes: queries, and sums twice.
 void add_magnitudes(const PagedKv& kv, const Tensor<4>& queries, View<float, 3> sums, Stream s);
 
-// out(row, kv_head) = the same for all KV heads of a row: the mean, rounded down, of the numbers of tokens whose score
-// is above the head's greatest less `within`. `most` and `most_share` limit it. A row with tokens that count gets at
-// least 1, and `newest` comes on top, as far as there are tokens. The difference is rounded to f32. NaN is neither the
-// greatest nor above anything. scores: [row, kv_head, token]. InfiniGen, decode step 3. It reads no page. Bytes: the
-// scores, twice.
+// A token counts if its score is above the head's greatest less `within`. out(row, kv_head) = the same for all KV heads
+// of a row: the mean of their numbers of such tokens, rounded down. `most` and `most_share` limit it. A row with tokens
+// that count gets at least 1, and `newest` comes on top, as far as there are tokens. The difference is rounded to f32.
+// NaN is neither the greatest nor above anything. scores: [row, kv_head, token]. InfiniGen, decode step 3. It reads no
+// page. Bytes: the scores, twice.
 void near_greatest(const PagedKv& kv, View<const float, 3> scores, const NearGreatest& rule, View<std::int32_t, 2> out,
                    Stream s);
 

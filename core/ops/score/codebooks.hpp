@@ -15,6 +15,7 @@ struct Thresholds {
 };
 
 KVLAB_ON_BOTH inline float coded(float x, const Thresholds& t, const Coding& how) {
+  if (x - x != 0) return x;  // NaN or infinite
   if (how.exact_outliers && (double{x} < t.lower || double{x} > t.upper)) return x;
   const double zero = (t.upper + t.lower) / 2, range = (t.upper - t.lower) / 2;
   if (!(range > 0)) return static_cast<float>(zero);

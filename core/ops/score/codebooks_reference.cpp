@@ -9,6 +9,7 @@ namespace kvlab::ops {
 namespace {
 
 float code(double x, double lower, double upper, const Coding& how) {
+  if (!std::isfinite(x)) return static_cast<float>(x);
   if (how.exact_outliers && (x < lower || x > upper)) return static_cast<float>(x);
   const double zero = (upper + lower) / 2, range = (upper - lower) / 2;
   if (range == 0) return static_cast<float>(zero);

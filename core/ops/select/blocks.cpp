@@ -44,6 +44,13 @@ int tokens_of(const PagedKv& kv, int row, const char* op) {
   return n;
 }
 
+void check_rope(const PagedKv& kv, const char* op) {
+  if (kv.rope != RopeRegime::original)
+    fail(Errc::unsupported, op, "got keys that RoPE turns by ranks, wanted the regime original: by text positions");
+  if (!kv.rope_table.inv_freq || kv.rope_table.head_dim != kv.head_dim)
+    fail(Errc::internal, op, "got no RoPE table, wanted the model's");
+}
+
 // Cached keys and queries carry attention_scale already.
 RopeTable unscaled(const PagedKv& kv) {
   RopeTable rope = kv.rope_table;
@@ -103,6 +110,7 @@ void make_blocks(const PagedKv& kv, const BlockRule& rule, const KeyBlocks& bloc
   check_rule(kv, rule, op);
   if (kv.rope == RopeRegime::cache_relative)
     fail(Errc::unsupported, op, "got keys before RoPE (cache_relative), wanted keys that are stored as rotated");
+  if (rule.unturned) check_rope(kv, op);
   if (s.device() == Device::cuda) return on_cuda<make_blocks>(kv, rule, blocks, s);
   const int heads = static_cast<int>(blocks.key.extent[1]);
   for (int r = 0; r < kv.rows; ++r) {
@@ -130,6 +138,7 @@ void turn_queries(const PagedKv& kv, View<const float, 3> queries, int position,
       out.extent[0] < kv.rows || out.extent[1] != queries.extent[1] || out.extent[2] != kv.head_dim ||
       out.stride[2] != 1)
     fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, head_dim] twice");
+  check_rope(kv, op);
   if (s.device() == Device::cuda) return on_cuda<turn_queries>(kv, queries, position, out, s);
   for (int r = 0; r < kv.rows; ++r) {
     const double turn = position - (tokens_of(kv, r, op) - 1);

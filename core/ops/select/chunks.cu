@@ -1,5 +1,5 @@
-// Chunks of keys on a GPU. Sums of landmarks and cosines run in the order of the CPU's, in f64, where products of two
-// f32 are exact: both devices find the same bits.
+// Chunks of keys on a GPU. Sums of landmarks and cosines are in f64 and run in the order of the CPU's. There products
+// of two f32 are exact, so both devices find the same bits.
 #include "ops/select/chunks.hpp"
 
 #include <algorithm>

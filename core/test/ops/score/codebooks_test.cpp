@@ -80,6 +80,21 @@ TEST_CASE("a number becomes the level of its nearest centre, and of two the firs
   CHECK(std::vector<float>(data.begin() + 8, data.end()) == std::vector<float>(8));  // the head without a token
 }
 
+TEST_CASE("NaN and infinite numbers stay as they are") {
+  const Heads2 heads(1, 0);
+  Book book({-.5f, .5f}, {-1, 1});
+  std::vector<float> lower(16, -1), upper(16, 1);
+  lower[3] = upper[3] = 0;
+  for (const bool exact : {true, false}) {
+    book.coding.exact_outliers = exact;
+    std::vector<float> data(16, .5f);
+    data[0] = data[3] = NAN, data[1] = INFINITY, data[2] = -INFINITY;
+    ops::code_channels(heads.kv, of_heads(lower), of_heads(upper), book.coding, rows_of(data), s);
+    CHECK((std::isnan(data[0]) && std::isnan(data[3])));
+    CHECK((data[1] == INFINITY && data[2] == -INFINITY && data[4] == 1));
+  }
+}
+
 // 16 numbers 0 to 15: their quantiles 1/16 and 15/16 are 15/16 and 225/16. So the range is 105/16 and the zero 7.5.
 TEST_CASE("a token's thresholds are quantiles of all its heads' numbers") {
   const Heads2 heads(2, 1);

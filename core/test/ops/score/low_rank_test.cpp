@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <random>
@@ -112,17 +113,19 @@ TEST_CASE("low_rank is joint over the KV heads") {
 }
 
 TEST_CASE("low_rank misses as little as any matrix of that rank, and has that rank") {
-  const double fall = GENERATE(1., .9, .5);
+  const double fall = GENERATE(1., .95, .9, .5);
   const int tokens = GENERATE(200, 20);
   for (const int rank : {1, 7, 24, 40, 47}) {
+    if (fall < .9 && rank > 7) continue;  // next to nothing is left out
     Joint x = falling(tokens, 3, 16, fall);
     CAPTURE(fall, tokens, rank);
     const std::vector<float> whole = x.data;
     const double energy = x.beyond(0), least = x.beyond(rank);
     ops::low_rank(x.kv, rank, x.rows, s);
-    const double missed = squares(x.data, whole);
-    CHECK(missed <= least + 1e-6 * energy);
-    CHECK(missed >= least - 1e-6 * energy);
+    // Rounding to f32 moves all rows together by at most 2^-24 of their length, and eigenvalues in f64 by less.
+    const double slack = 3e-7 * std::sqrt(energy), left = std::sqrt(std::max(0., least));
+    if (rank < tokens) REQUIRE(left > 1000 * slack);
+    CHECK(std::abs(std::sqrt(squares(x.data, whole)) - left) <= slack);
     CHECK(x.beyond(rank) <= 1e-12 * energy);  // of rows that are rounded to f32
   }
 }

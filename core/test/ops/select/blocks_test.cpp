@@ -161,6 +161,25 @@ TEST_CASE("blocks: what the ops refuse") {
   PagedKv kv = s.cache.view();
   kv.rope = RopeRegime::cache_relative;
   CHECK_THROWS_WITH(ops::make_blocks(kv, s.rule, s.blocks(), Stream::cpu()), Catch::Contains("cache_relative"));
+  const auto q = View<const float, 3>::dense(s.queries.data(), {1, 2, 8});
+  std::vector<float> turned(16);
+  const auto turn = [&] {
+    ops::turn_queries(kv, q, 3, View<float, 3>::dense(turned.data(), {1, 2, 8}), Stream::cpu());
+  };
+  const auto make = [&] { ops::make_blocks(kv, s.rule, s.blocks(), Stream::cpu()); };
+  CHECK_THROWS_WITH(turn(), Catch::Contains("wanted the regime original"));
+  kv.rope = RopeRegime::re_rotate;
+  CHECK_NOTHROW(make());
+  s.rule.unturned = true;
+  s.made[0] = 0;
+  CHECK_THROWS_WITH(make(), Catch::Contains("wanted the regime original"));
+  CHECK_THROWS_WITH(turn(), Catch::Contains("wanted the regime original"));
+  kv.rope = RopeRegime::original;
+  CHECK_NOTHROW(make());
+  CHECK_NOTHROW(turn());
+  kv.rope_table.inv_freq = nullptr;
+  CHECK_THROWS_WITH(make(), Catch::Contains("got no RoPE table"));
+  CHECK_THROWS_WITH(turn(), Catch::Contains("got no RoPE table"));
   PagedFixture ragged{{.kv_heads = 2, .head_dim = 8, .page_size = 2}};
   for (int t = 0; t < 3; ++t) ragged.append(0, t == 2, std::vector<float>(8), std::vector<float>(8), t);
   CHECK_THROWS_WITH(ops::make_blocks(ragged.view(), s.rule, s.blocks(), Stream::cpu()),
