@@ -152,7 +152,7 @@ RETRIEVAL = {
     "fastgen_no_frequency": {**FASTGEN, "frequency": False, "window_share": 0.5},
 }
 
-RETRIEVED = {spec["name"] for spec in RETRIEVAL.values()}
+LONG_LISTS = {spec["name"] for spec in RETRIEVAL.values()}  # their files have fewer steps and logits
 
 
 REAL = {name: {"name": name, "budget": {"tokens": 64}}
@@ -230,12 +230,13 @@ def of_shape(spec, model):
 
 def cases_of(model, others, specs, logit_ids):
     """The first seed whose tokens leave no near tie in any of the cases. Returns the tokens and the cases."""
-    long_lists = any(spec["name"] in RETRIEVED for spec in specs.values())
+    names = {spec["name"] for spec in specs.values()}
+    steps = 16 if names & LONG_LISTS else FORCED
     for seed in range(100):
         ids = np.random.default_rng(seed).integers(2, VOCAB, PROMPT + FORCED).tolist()
-        if "fastgen" in (spec["name"] for spec in specs.values()):
+        if "fastgen" in names:
             ids[20::35] = [0] * len(ids[20::35])  # special tokens
-        prompt, forced, cases = ids[:PROMPT], ids[PROMPT:PROMPT + (16 if long_lists else FORCED)], []
+        prompt, forced, cases = ids[:PROMPT], ids[PROMPT:PROMPT + steps], []
         for name, spec in specs.items():
             cases.append(run_case(model, others, name, spec, prompt, forced, logit_ids))
             if cases[-1]["doubtful"]:

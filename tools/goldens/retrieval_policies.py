@@ -1,4 +1,7 @@
-"""Policies that keep everything and read a part of it, in plain torch, from the papers' method descriptions."""
+"""Policies that keep everything and read a part of it, in plain torch, from the papers' method descriptions.
+
+Think and FastGen are here, too: one changes the prompt's keys, the other gives each head a rule of what it keeps.
+"""
 import json
 import math
 import os
@@ -8,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import policies
-from evicting_policies import Random, numbers
+from evicting_policies import numbers
 from policies import Full, group_reduce, top
 
 
