@@ -121,9 +121,9 @@ void check_tokens(const json& expected, const std::vector<std::vector<int>>& rea
 }  // namespace
 
 TEST_CASE("policies keep, read and predict what the reference does") {
-  const std::string name = GENERATE(as<std::string>{}, "llama-gqa3", "llama-gqa4-rope3", "llama-gqa3-evicting",
-                                    "llama-gqa4-rope3-evicting", "llama-gqa3-heads", "llama-gqa4-rope3-heads",
-                                    "llama-gqa3-retrieval", "llama-gqa4-rope3-retrieval");
+  const std::string name =
+      GENERATE(as<std::string>{}, "llama-gqa3", "llama-gqa4-rope3", "llama-gqa3-evicting", "llama-gqa4-rope3-evicting",
+               "llama-gqa3-heads", "llama-gqa4-rope3-heads", "llama-gqa3-retrieval", "llama-gqa4-rope3-retrieval");
   std::ifstream in(test::golden("policies/" + name + ".json"));
   const json golden = json::parse(in);
   const auto model = load_model(*open_checkpoint(test::golden(golden["model"])), DType::f32, name);
