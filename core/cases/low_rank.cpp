@@ -1,4 +1,4 @@
-// Rows of low rank, of ragged heads, and rows that are copied.
+// Rows of low rank, of ragged heads.
 #include <fmt/format.h>
 
 #include <limits>
@@ -49,25 +49,7 @@ void check_low_rank(OnCache& x) {
   }
 }
 
-void check_copy(OnCache& x) {
-  const std::int64_t rows = x.c.rows(), heads = x.c.kv_heads(), room = x.c.room(), dim = x.kv.head_dim;
-  Numbers<4> from(x, {rows, heads, room, dim}), to(x, {rows, heads, room, dim});
-  ListMemory memory;
-  const TokenList some{memory.choose(
-      x.c.cache.options(), static_cast<int>(room), [&](int r, int h) { return x.kv.tokens(r, h); },
-      [&] { return x.c.rng() % 3 == 0; })};
-  const TokenList there = x.place.put(some);
-  const auto from_there = from.put();
-  x.same<4>(
-      "copy_rows", to.own(), 0,
-      [&](View<float, 4> out) { ops::copy_rows(x.there, there, from_there, out, x.stream()); },
-      [&](View<float, 4> out) { ops::copy_rows_reference(x.kv, some, from.view(), out); });
-}
-
-std::vector<Case> list() {
-  return {on_caches("low_rank", "of ragged heads", 30, check_low_rank),
-          on_caches("copy_rows", "of some tokens", 24, check_copy)};
-}
+std::vector<Case> list() { return {on_caches("low_rank", "of ragged heads", 30, check_low_rank)}; }
 
 const Announced announced{list};
 

@@ -17,7 +17,4 @@ namespace kvlab::ops {
 // A GPU takes w up to 4096: Errc::unsupported. Bytes: the rows, three times.
 void low_rank(const PagedKv& kv, int rank, View<float, 4> rows, Stream s);
 
-// to[row, kv_head, token, :] = from[...] for the listed tokens. Bytes: the listed rows, twice.
-void copy_rows(const PagedKv& kv, const TokenList& tokens, View<const float, 4> from, View<float, 4> to, Stream s);
-
 }  // namespace kvlab::ops

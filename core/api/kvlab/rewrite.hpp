@@ -43,6 +43,9 @@ enum class RopeTurn : std::uint8_t { off, on };
 // twice, and the positions.
 void turn_rows(const PagedKv& kv, RopeTurn way, View<float, 4> rows, Stream s, const RowRange& range = {});
 
+// to[row, kv_head, token, :] = from[...] for the listed tokens. Bytes: the listed rows, twice.
+void copy_rows(const PagedKv& kv, const TokenList& tokens, View<const float, 4> from, View<float, 4> to, Stream s);
+
 // row_distance and merge_rows take rows of two layers that hold the same tokens at the same places. kv is either one.
 
 // out[row, kv_head, token] = the angle between a and b, divided by pi. A row of zeros has the distance 1 to any other.

@@ -94,6 +94,5 @@ struct RankSide {
 void low_rank_reference(const PagedKv& kv, int rank, View<float, 4> rows);
 // Eigenvalues of a symmetric matrix [n, n], falling, and their vectors [n][n], by Jacobi's rotations.
 void eigen_reference(std::vector<double> matrix, int n, std::vector<double>& values, std::vector<double>& vectors);
-void copy_rows_reference(const PagedKv& kv, const TokenList& tokens, View<const float, 4> from, View<float, 4> to);
 
 }  // namespace kvlab::ops

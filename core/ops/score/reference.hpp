@@ -51,6 +51,7 @@ void channel_energy_reference(const View<const float, 4>& queries, const PagedKv
 void zero_channels_reference(const PagedKv& kv, const View<const float, 3>& energy, int count, int newest,
                              View<float, 4> rows);
 void turn_rows_reference(const PagedKv& kv, RopeTurn way, View<float, 4> rows, const RowRange& range = {});
+void copy_rows_reference(const PagedKv& kv, const TokenList& tokens, View<const float, 4> from, View<float, 4> to);
 void code_channels_reference(const PagedKv& kv, const View<const float, 2>& lower, const View<const float, 2>& upper,
                              const Coding& how, View<float, 4> rows);
 void code_tokens_reference(const PagedKv& kv, double outliers, const Coding& how, View<float, 4> rows);

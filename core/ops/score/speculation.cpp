@@ -6,6 +6,7 @@
 
 #include "base/device_op.hpp"
 #include "ops/page/check.hpp"
+#include "ops/page/extents.hpp"
 
 namespace kvlab::ops {
 
@@ -17,9 +18,13 @@ void add_magnitudes(const PagedKv& kv, const Tensor<4>& of_queries, View<float, 
   const View<const float, 4> queries = of_queries.f32();
   if (queries.extent[0] < kv.rows || queries.extent[1] % kv.kv_heads || queries.extent[3] != kv.head_dim ||
       queries.stride[3] != 1)
-    fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, i, head_dim]");
+    fail(Errc::internal, op,
+         "got queries " + extents(queries) + ", wanted [row, query head, i, " + std::to_string(kv.head_dim) +
+             "], dense");
   if (sums.extent[1] != kv.kv_heads || sums.extent[2] != kv.head_dim)
-    fail(Errc::internal, op, "got sums of another shape, wanted [slot, kv_head, head_dim]");
+    fail(Errc::internal, op,
+         "got sums " + extents(sums) + ", wanted [slot, " + std::to_string(kv.kv_heads) + " KV heads, " +
+             std::to_string(kv.head_dim) + "]");
   if (s.device() == Device::cuda) return on_cuda<add_magnitudes>(kv, of_queries, sums, s);
   const std::int64_t group = queries.extent[1] / kv.kv_heads;
   for (int r = 0; r < kv.rows; ++r)
@@ -39,9 +44,11 @@ void near_greatest(const PagedKv& kv, View<const float, 3> scores, const NearGre
   check_kv(kv, op, s);
   check_kv_scores(kv, scores, "scores", op, s);
   if (out.extent[0] < kv.rows || out.extent[1] < kv.kv_heads)
-    fail(Errc::internal, op, "got too few numbers, wanted [row, kv_head]");
+    fail(Errc::internal, op, "got numbers " + extents(out) + ", wanted [row, kv_head]");
   if (rule.newest < 0 || rule.most < 1 || !(rule.most_share >= 0))
-    fail(Errc::internal, op, "got a number of tokens below 0, wanted at least 0, and `most` at least 1");
+    fail(Errc::internal, op,
+         "got " + std::to_string(rule.newest) + " newest tokens, at most " + std::to_string(rule.most) +
+             " and a share of " + std::to_string(rule.most_share) + ", wanted at least 0, 1 and 0");
   if (s.device() == Device::cuda) return on_cuda<near_greatest>(kv, scores, rule, out, s);
   for (int r = 0; r < kv.rows; ++r) {
     long long total = 0;

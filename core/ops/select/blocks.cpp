@@ -7,6 +7,7 @@
 
 #include "base/device_op.hpp"
 #include "ops/page/check.hpp"
+#include "ops/page/extents.hpp"
 #include "ops/page/paged.hpp"
 #include "ops/select/clusters.hpp"
 
@@ -17,7 +18,10 @@ void check_blocks(const PagedKv& kv, const KeyBlocks& b, const char* op) {
   const std::int64_t slots = b.made.extent[0], heads = b.key.extent[1];
   if (heads < kv.kv_heads || heads % kv.kv_heads || b.key.extent[0] != slots || b.key.extent[3] != kv.head_dim ||
       b.key.stride[3] != 1 || b.mass.extent[0] != slots || b.mass.extent[1] != heads || b.mass.stride[2] != 1)
-    fail(Errc::internal, op, "got blocks of another shape, wanted those of this cache's query heads");
+    fail(Errc::internal, op,
+         "got blocks of " + extents(b.key) + " numbers and " + extents(b.mass) + " sums, wanted those of " +
+             std::to_string(kv.kv_heads) + " KV heads' query heads, head_dim " + std::to_string(kv.head_dim) +
+             ", dense");
 }
 
 void check_rule(const PagedKv& kv, const BlockRule& rule, const char* op) {
@@ -90,7 +94,9 @@ void add_block_mass(const PagedKv& kv, View<const float, 3> mass, int newest, co
   check_blocks(kv, blocks, op);
   check_scores(kv, mass, "mass", op, s);
   if (mass.extent[1] != blocks.mass.extent[1] || newest < 0)
-    fail(Errc::internal, op, "got mass of other heads or a number of tokens below 0, wanted mass of each query head");
+    fail(Errc::internal, op,
+         "got mass " + extents(mass) + " of " + std::to_string(newest) + " tokens, wanted it of " +
+             std::to_string(blocks.mass.extent[1]) + " query heads, and at least 0 tokens");
   if (s.device() == Device::cuda) return on_cuda<add_block_mass>(kv, mass, newest, blocks, s);
   for (int r = 0; r < kv.rows; ++r) {
     const int n = tokens_of(kv, r, op), from = newest > 0 ? std::max(0, n - newest) : 0;
@@ -137,7 +143,9 @@ void turn_queries(const PagedKv& kv, View<const float, 3> queries, int position,
   if (queries.extent[0] < kv.rows || queries.extent[2] != kv.head_dim || queries.stride[2] != 1 ||
       out.extent[0] < kv.rows || out.extent[1] != queries.extent[1] || out.extent[2] != kv.head_dim ||
       out.stride[2] != 1)
-    fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, head_dim] twice");
+    fail(Errc::internal, op,
+         "got queries " + extents(queries) + " and out " + extents(out) + ", wanted [row, query head, " +
+             std::to_string(kv.head_dim) + "] twice, dense");
   check_rope(kv, op);
   if (s.device() == Device::cuda) return on_cuda<turn_queries>(kv, queries, position, out, s);
   for (int r = 0; r < kv.rows; ++r) {
@@ -158,9 +166,12 @@ void block_pages(const PagedKv& kv, View<const float, 3> queries, const BlockRul
   check_list(kv, list, op);
   if (queries.extent[0] < kv.rows || queries.extent[1] != blocks.key.extent[1] || queries.extent[2] != kv.head_dim ||
       queries.stride[2] != 1)
-    fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, head_dim]");
+    fail(Errc::internal, op,
+         "got queries " + extents(queries) + ", wanted [row, " + std::to_string(blocks.key.extent[1]) +
+             " query heads, " + std::to_string(kv.head_dim) + "], dense");
   if (scores.extent[0] < kv.rows || scores.extent[1] < 1 || scores.extent[2] < blocks.key.extent[2])
-    fail(Errc::internal, op, "got too few scores, wanted [row, 1, block]");
+    fail(Errc::internal, op,
+         "got scores " + extents(scores) + ", wanted [row, 1, " + std::to_string(blocks.key.extent[2]) + " blocks]");
   if (s.device() == Device::cuda) return on_cuda<block_pages>(kv, queries, rule, most, blocks, scores, list, s);
   for (int r = 0; r < kv.rows; ++r) {
     const std::int64_t slot = kv.slots[r];

@@ -8,6 +8,7 @@
 
 #include "base/device_op.hpp"
 #include "ops/page/check.hpp"
+#include "ops/page/extents.hpp"
 #include "ops/page/paged.hpp"
 
 namespace kvlab::ops {
@@ -18,7 +19,9 @@ void check_chunks(const PagedKv& kv, const KeyChunks& c, const char* op) {
   if (c.landmark.extent != std::array{slots, heads, room, std::int64_t{kv.head_dim}} || c.landmark.stride[3] != 1 ||
       c.cosine.extent != std::array{slots, heads, room} || c.outlier.extent != c.cosine.extent ||
       c.count.extent[1] != heads || c.size < 1)
-    fail(Errc::internal, op, "got chunks of another shape, wanted those of this cache's KV heads");
+    fail(Errc::internal, op,
+         "got chunks of " + std::to_string(c.size) + " keys with landmarks " + extents(c.landmark) +
+             ", wanted those of " + std::to_string(heads) + " KV heads, head_dim " + std::to_string(kv.head_dim));
 }
 
 void chunk_head(const PagedKv& kv, int row, int head, int local, int outliers, const KeyChunks& out) {
@@ -91,9 +94,12 @@ void chunk_scores(const PagedKv& kv, View<const float, 3> queries, float scale, 
   check_chunks(kv, chunks, op);
   if (queries.extent[0] < kv.rows || queries.extent[1] % kv.kv_heads || queries.extent[1] < 1 ||
       queries.extent[2] != kv.head_dim || queries.stride[2] != 1)
-    fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, head_dim]");
+    fail(Errc::internal, op,
+         "got queries " + extents(queries) + ", wanted [row, query head, " + std::to_string(kv.head_dim) + "], dense");
   if (out.extent[0] < kv.rows || out.extent[1] != kv.kv_heads || out.extent[2] < chunks.cosine.extent[2])
-    fail(Errc::internal, op, "got too few scores, wanted [row, kv_head, chunk]");
+    fail(Errc::internal, op,
+         "got scores " + extents(out) + ", wanted [row, kv_head, " + std::to_string(chunks.cosine.extent[2]) +
+             " chunks]");
   if (rule != GroupRule::max && rule != GroupRule::mean)
     fail(Errc::unsupported, op, "got another rule of the group, wanted max or mean");
   if (s.device() == Device::cuda) return on_cuda<chunk_scores>(kv, queries, scale, rule, chunks, out, w, s);
@@ -135,9 +141,11 @@ void chunk_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std
   check_list(kv, list, op);
   if (scores.data) {
     if (scores.extent[0] < kv.rows || scores.extent[1] != kv.kv_heads || scores.extent[2] < chunks.cosine.extent[2])
-      fail(Errc::internal, op, "got too few scores, wanted [row, kv_head, chunk]");
+      fail(Errc::internal, op,
+           "got scores " + extents(scores) + ", wanted [row, kv_head, " + std::to_string(chunks.cosine.extent[2]) +
+               " chunks]");
     if (most.extent[0] < kv.rows || most.extent[1] < kv.kv_heads)
-      fail(Errc::internal, op, "got too few numbers of chunks, wanted [row, kv_head]");
+      fail(Errc::internal, op, "got numbers of chunks " + extents(most) + ", wanted [row, kv_head]");
   }
   if (s.device() == Device::cuda) return on_cuda<chunk_tokens>(kv, scores, most, chunks, list, s);
   if (list.index.extent[2] < longest(kv))

@@ -124,7 +124,7 @@ TEST_CASE("low_rank misses as little as any matrix of that rank, and has that ra
     ops::low_rank(x.kv, rank, x.rows, s);
     // Rounding to f32 moves all rows together by at most 2^-24 of their length, and eigenvalues in f64 by less.
     const double slack = 3e-7 * std::sqrt(energy), left = std::sqrt(std::max(0., least));
-    if (rank < tokens) REQUIRE(left > 1000 * slack);
+    if (rank < tokens) REQUIRE(left > 100 * slack);
     CHECK(std::abs(std::sqrt(squares(x.data, whole)) - left) <= slack);
     CHECK(x.beyond(rank) <= 1e-12 * energy);  // of rows that are rounded to f32
   }
@@ -158,22 +158,10 @@ TEST_CASE("low_rank: rows of zeros stay, and a number that is none spreads") {
   for (const float y : x.data) CHECK(std::isnan(y));
 }
 
-TEST_CASE("low_rank and copy_rows refuse what they cannot do") {
+TEST_CASE("low_rank refuses what it cannot do") {
   Joint x(5, 2);
   CHECK_THROWS_WITH(ops::low_rank(x.kv, 0, x.rows, s), Catch::Contains("got rank 0, wanted 1 to 16"));
   CHECK_THROWS_WITH(ops::low_rank(x.kv, 17, x.rows, s), Catch::Contains("got rank 17, wanted 1 to 16"));
   CHECK_THROWS_WITH(ops::low_rank(x.kv, 3, View<float, 4>::dense(x.data.data(), {1, 1, 5, 16}), s),
                     Catch::Contains("got rows of another shape"));
-  std::vector<std::int32_t> index{1, 5}, count{1, 2};
-  TokenList list;
-  list.index = View<std::int32_t, 3>{index.data(), {1, 2, 2}, {0, 0, 1}};
-  list.count = View<std::int32_t, 2>::dense(count.data(), {1, 2});
-  std::vector<float> other(80, 9);
-  const auto from = View<const float, 4>::dense(other.data(), {1, 2, 5, 8});
-  CHECK_THROWS_WITH(ops::copy_rows(x.kv, list, from, x.rows, s), Catch::Contains("got place 5, wanted one of 5"));
-  count[1] = 0;
-  x.data.assign(80, 0);
-  ops::copy_rows(x.kv, list, from, x.rows, s);
-  for (int t = 0; t < 5; ++t)
-    for (int i = 0; i < 16; ++i) CHECK(x.at(t, i) == (t == 1 && i < 8 ? 9 : 0));
 }

@@ -181,3 +181,24 @@ TEST_CASE("ops on rows refuse views that do not fit") {
       head.cache.options(), 1, [](int, int) { return 0; }, [] { return false; })};
   CHECK_THROWS_WITH(ops::merge_rows(head.kv, 1.5f, none, rows.view, rows.view, s), Catch::Contains("wanted 0 to 1"));
 }
+
+TEST_CASE("copy_rows: the listed tokens, and what it refuses") {
+  PagedFixture cache({1, 2, 8, 4, 2});
+  for (int head = 0; head < 2; ++head)
+    for (int t = 0; t < 5; ++t) cache.append(0, head, std::vector<float>(8), std::vector<float>(8));
+  const PagedKv kv = cache.view();
+  std::vector<std::int32_t> index{1, 5}, count{1, 2};
+  TokenList list;
+  list.index = View<std::int32_t, 3>{index.data(), {1, 2, 2}, {0, 0, 1}};
+  list.count = View<std::int32_t, 2>::dense(count.data(), {1, 2});
+  std::vector<float> nines(80, 9), rows(80);
+  const auto from = View<const float, 4>::dense(nines.data(), {1, 2, 5, 8});
+  const auto to = View<float, 4>::dense(rows.data(), {1, 2, 5, 8});
+  CHECK_THROWS_WITH(ops::copy_rows(kv, list, from, to, s), Catch::Contains("got place 5, wanted one of 5"));
+  count[1] = 0;
+  rows.assign(80, 0);
+  ops::copy_rows(kv, list, from, to, s);
+  for (int h = 0; h < 2; ++h)
+    for (int t = 0; t < 5; ++t)
+      for (int d = 0; d < 8; ++d) CHECK(to(0, h, t, d) == (h == 0 && t == 1 ? 9 : 0));
+}

@@ -158,6 +158,10 @@ TEST_CASE("blocks: what the ops refuse") {
   CHECK_THROWS_WITH(s.make(false), Catch::Contains("got 6 blocks, wanted at most 3"));
   s.rule = {2, 4, 3, 2};
   CHECK_THROWS_WITH(s.pages(false, 6), Catch::Contains("got a list for 6 pages, wanted room for 7"));
+  KeyBlocks other = s.blocks();
+  other.key.extent[3] = 4;
+  CHECK_THROWS_WITH(ops::make_blocks(s.cache.view(), s.rule, other, Stream::cpu()),
+                    Catch::Contains("got blocks of [1, 2, 3, 4] numbers and [1, 2, 20] sums"));
   PagedKv kv = s.cache.view();
   kv.rope = RopeRegime::cache_relative;
   CHECK_THROWS_WITH(ops::make_blocks(kv, s.rule, s.blocks(), Stream::cpu()), Catch::Contains("cache_relative"));

@@ -123,15 +123,16 @@ TEST_CASE("chunk ops refuse what they cannot do") {
   CHECK_THROWS_WITH(ops::chunk_keys(head.kv, 0, 0, head.chunks, s), Catch::Contains("got 3 chunks, wanted at most 2"));
   CHECK_THROWS_WITH(ops::chunk_keys(head.kv, -1, 0, head.chunks, s), Catch::Contains("got -1 local chunks"));
   ops::chunk_keys(head.kv, 1, 0, head.chunks, s);
-  CHECK_THROWS_WITH(head.tokens({1}, 1), Catch::Contains("got too few scores"));
+  CHECK_THROWS_WITH(head.tokens({1}, 1), Catch::Contains("got scores [1, 1, 1], wanted [row, kv_head, 2 chunks]"));
   std::vector<float> queries(8);
   const auto out = View<float, 3>::dense(queries.data(), {1, 1, 8});
   CHECK_THROWS_WITH(ops::chunk_scores(head.kv, View<const float, 3>::dense(queries.data(), {1, 2, 4}), 1,
                                       GroupRule::max, head.chunks, out, head.workspace, s),
-                    Catch::Contains("got queries of another shape"));
+                    Catch::Contains("got queries [1, 2, 4], wanted [row, query head, 8]"));
   KeyChunks other = head.chunks;
   other.landmark.extent[3] = 4;
-  CHECK_THROWS_WITH(ops::chunk_keys(head.kv, 1, 0, other, s), Catch::Contains("got chunks of another shape"));
+  CHECK_THROWS_WITH(ops::chunk_keys(head.kv, 1, 0, other, s),
+                    Catch::Contains("with landmarks [1, 1, 2, 4], wanted those of 1 KV heads, head_dim 8"));
   head.kv.rope = RopeRegime::cache_relative;
   head.kv.rope_table.head_dim = 8;
   const float frequencies[4] = {1, 1, 1, 1};
