@@ -18,7 +18,7 @@ class KvQuant final : public kvlab::Policy {
       : bits_(p.get<int>("bits")),
         share_(p.get<bool>("outliers") ? p.get<double>("outlier_share") : 0),
         dense_(p.get<int>("dense_tokens")),
-        q_norm_(bits_ == 2 && p.get<bool>("q_norm")),
+        q_norm_(p.get<bool>("q_norm") && bits_ == 2),
         outliers_(p.get<bool>("outliers")),
         nonuniform_(p.get<bool>("nonuniform")),
         calibrated_(p.get<bool>("calibration")) {
