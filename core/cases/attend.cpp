@@ -286,6 +286,14 @@ void add_tokens(std::vector<Case>& v) {
         s.half = true;
         add(v, s);
       }
+  // Some units for every warp of a GPU.
+  for (const int dim : {64, 128}) {
+    AttendShape many = bf16_shape(2, 4, dim, 16, dim == 64 ? 3 : 11);
+    const int tokens = (quick() ? 16 : 132) * 200;
+    many.lengths = {tokens, tokens / 3, tokens - 7};
+    many.tokens = 0.6;
+    add(v, many, 2);
+  }
 }
 
 // Codes of every format on either side, whole caches and lists.
