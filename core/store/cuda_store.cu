@@ -459,8 +459,9 @@ __global__ void positions_kernel(const __grid_constant__ CudaStoreLayer s, int s
   out[t] = reinterpret_cast<const std::int32_t*>(page + ops::positions_of(layout_at(s, h, t / p), e))[t % p];
 }
 
-// Writes the pages or tokens of a list and of the pins in ascending order.
 constexpr int attend_threads = 512;
+
+// Writes the pages or tokens of a list and of the pins in ascending order.
 __global__ void __launch_bounds__(attend_threads)
     attend_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreAttend a) {
   extern __shared__ unsigned chosen[];
