@@ -125,4 +125,11 @@ int longest(const PagedKv& kv) {
   return n;
 }
 
+void check_room(const PagedKv& kv, const TokenList& list, const char* op) {
+  if (const int wanted = longest(kv); list.index.extent[2] < wanted)
+    fail(Errc::internal, op,
+         "got a list for " + std::to_string(list.index.extent[2]) + " tokens, wanted room for " +
+             std::to_string(wanted));
+}
+
 }  // namespace kvlab::ops

@@ -47,6 +47,9 @@ void check_list(const PagedKv& kv, const IndexList& list, const char* op);
 // Tokens of the longest head in the rows of the call.
 int longest(const PagedKv& kv);
 
+// Checks that a list has room for every token of the longest head. Lengths are host memory.
+void check_room(const PagedKv& kv, const TokenList& list, const char* op);
+
 // True if there are enough elements for threads to pay.
 inline bool worth_threads(std::int64_t elements) { return elements > 16384; }
 

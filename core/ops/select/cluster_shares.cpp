@@ -106,10 +106,7 @@ void cluster_tokens_above(const PagedKv& kv, View<const float, 3> shares, View<c
   if (threshold.extent[0] < clusters.bound.extent[0])
     fail(Errc::internal, op, "got too few thresholds, wanted one for each slot");
   if (s.device() == Device::cuda) return on_cuda<cluster_tokens_above>(kv, shares, threshold, clusters, list, s);
-  if (list.index.extent[2] < longest(kv))
-    fail(Errc::internal, op,
-         "got a list for " + std::to_string(list.index.extent[2]) + " tokens, wanted room for " +
-             std::to_string(longest(kv)));
+  check_room(kv, list, op);
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
       const std::int64_t slot = kv.slots[r];

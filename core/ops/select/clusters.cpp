@@ -193,10 +193,7 @@ void cluster_tokens(const PagedKv& kv, View<const float, 3> scores, View<const s
   if (most.extent[0] < kv.rows || most.extent[1] < kv.kv_heads)
     fail(Errc::internal, op, "got too few numbers of tokens, wanted [row, kv_head]");
   if (s.device() == Device::cuda) return on_cuda<cluster_tokens>(kv, scores, most, first, clusters, list, s);
-  if (list.index.extent[2] < longest(kv))
-    fail(Errc::internal, op,
-         "got a list for " + std::to_string(list.index.extent[2]) + " tokens, wanted room for " +
-             std::to_string(longest(kv)));
+  check_room(kv, list, op);
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
       const std::int64_t slot = kv.slots[r];
