@@ -235,8 +235,10 @@ std::vector<Case> list() {
   for (const Named& n : codecs(32)) {
     v.push_back(encoding({n.from, n.to, 3, 64, 32, 8192}, n.name));  // SmolLM2-135M's shape
     v.back().timed_cpu = true;
-    v.push_back(encoding({n.from, n.to, 8, 128, 32, 16384}, n.name));  // Llama-3.1-8B's shape
-    v.back().timed_cuda = true;
+    for (const int tokens : {16384, 131072}) {  // Llama-3.1-8B's shape
+      v.push_back(encoding({n.from, n.to, 8, 128, 32, tokens}, n.name));
+      v.back().timed_cuda = true;
+    }
   }
   return v;
 }
