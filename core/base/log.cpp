@@ -28,6 +28,8 @@
 namespace kvlab::log {
 namespace {
 
+thread_local int muted = 0;  // Muted that live
+
 constexpr std::string_view file_head = "# kvlab log: UTC, level, message\n";
 constexpr std::pair<const char*, Level> level_words[] = {{"debug", Level::debug},
                                                          {"info", Level::info},
@@ -200,6 +202,7 @@ void info(std::string_view text) { say(Level::info, text); }
 void error(std::string_view text) { say(Level::error, text); }
 
 void warn(std::string_view text) {
+  if (muted > 0) return;
   {
     const std::lock_guard lock(door().guard);
     for (Collected* c : door().collecting)
@@ -216,6 +219,9 @@ Timed::~Timed() {
   const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - start_;
   debug(fmt::format("{}: {:.1f} ms", what_, ms.count()));
 }
+
+Muted::Muted() { ++muted; }
+Muted::~Muted() { --muted; }
 
 Collected::Collected() {
   const std::lock_guard lock(door().guard);

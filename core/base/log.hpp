@@ -66,4 +66,13 @@ class Collected {
   std::vector<std::string> warnings_;
 };
 
+// While it lives, warnings of its thread are neither shown nor gathered: for trials of what is not run in the end.
+class Muted {
+ public:
+  Muted();
+  ~Muted();
+  Muted(const Muted&) = delete;
+  Muted& operator=(const Muted&) = delete;
+};
+
 }  // namespace kvlab::log

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "base/log.hpp"
 #include "base/part_timer.hpp"
 #include "base/stream_memory.hpp"
 #include "compose/over_layers.hpp"
@@ -110,6 +111,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     if (over_layers_) over_layers_->attach(shape, dense_layers_, counted);
     for_pages_ = amount_for_pages(amount, counted.bytes_per_slot());
     check_amount();
+    warn_of_amount();
     if (parts_.injection && parts_.selector) injector_.emplace(*parts_.injection, shape, w);
     // A graph can hold decode steps that do the same every time: evictions in all steps or none. before_step gives it
     // budgets that grow. A split may look at the host's numbers of a step, and so does the room of pages on the device.
@@ -233,6 +235,20 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
                                    : "the " + std::to_string(pinned) + " that are always kept (" +
                                          std::to_string(pins.first) + " first, " + std::to_string(pins.last) + " last)";
     throw Error(Errc::config, "got a budget of " + budget + ", wanted at least " + wanted, parts_.name);
+  }
+
+  // Says what the budget will not be obeyed in. A ratio is judged by the longest sequence.
+  void warn_of_amount() const {
+    if (amount_.kind == BudgetAmount::unlimited) return;
+    const int tokens = total(shape_.max_tokens), read = selector_needs_.min_pages() * shape_.page_size;
+    const Pins pins = parts_.scorer ? parts_.scorer->pins(tokens) : Pins{};
+    const std::string budget = "a budget of " + std::to_string(tokens) + " tokens per KV head in a sequence of " +
+                               std::to_string(shape_.max_tokens) + ", and '" + parts_.name + "' always ";
+    if (pins.first + pins.last > std::max(tokens, 0))
+      log::warn("got " + budget + "keeps " + std::to_string(pins.first + pins.last));
+    if (parts_.selector && tokens < std::min(read, shape_.max_tokens))
+      log::warn("got " + budget + "reads " + std::to_string(std::min(read, shape_.max_tokens)) + ", " +
+                std::to_string(selector_needs_.min_pages()) + " pages of " + std::to_string(shape_.page_size));
   }
 
   static bool any(const std::vector<std::uint8_t>& mask) {

@@ -30,16 +30,19 @@ std::vector<std::string> warnings_of(const SummaryRow& row) {
   return all;
 }
 
-std::string never_acted(const SummaryRow& row) {
+std::string never_acted(const SummaryRow& row, double full_bytes) {
   // Without a decode step only a scorer can act. by_age is -1 for other policies.
   const bool may_act = row.by_age >= 0 || row.output_tokens < 0 || row.output_tokens > row.samples;
-  const bool idle = row.status == "ok" && may_act && row.fired == 0 && row.budget_tokens >= 0 &&
-                    row.budget_tokens < 0.95 * static_cast<double>(row.context_tokens) && !(row.compression >= 1.05);
-  if (!idle) return "";
+  const bool in_bytes = row.budget_bytes >= 0 && std::isnan(row.budget_tokens);
+  const bool binds = in_bytes
+                         ? static_cast<double>(row.budget_bytes) < 0.95 * full_bytes
+                         : row.budget_tokens >= 0 && row.budget_tokens < 0.95 * static_cast<double>(row.context_tokens);
+  if (row.status != "ok" || !may_act || row.fired != 0 || !binds || row.compression >= 1.05) return "";
+  const std::string budget = in_bytes ? fmt::format("{} of {:.0f} bytes", row.budget_bytes, full_bytes)
+                                      : fmt::format("{:.4g} of {} tokens", row.budget_tokens, row.context_tokens);
   const std::string compression = std::isnan(row.compression) ? "-" : fmt::format("{:.4g}", row.compression);
-  return fmt::format("{} never acted in {}, {}, context {}{}: fired 0, budget {:.4g} of {} tokens, compression {}",
-                     row.policy, row.model, row.task, row.context_tokens,
-                     row.workload.empty() ? "" : ", " + row.workload, row.budget_tokens, row.context_tokens,
+  return fmt::format("{} never acted in {}, {}, context {}{}: fired 0, budget {}, compression {}", row.policy,
+                     row.model, row.task, row.context_tokens, row.workload.empty() ? "" : ", " + row.workload, budget,
                      compression);
 }
 

@@ -14,6 +14,8 @@ std::string column_of(const std::vector<std::string>& warnings);
 std::vector<std::string> warnings_of(const SummaryRow& row);
 
 // The warning that a budget below the context changed nothing, or "". Such a row is the full cache under another name.
-std::string never_acted(const SummaryRow& row);
+// full_bytes: K and V of the row's context in the full cache, for one sequence. Without it a budget in bytes is not
+// judged.
+std::string never_acted(const SummaryRow& row, double full_bytes = not_measured);
 
 }  // namespace kvlab::results

@@ -27,6 +27,13 @@ std::shared_ptr<FullRuns> full_runs_for(const CellInput& in, const Needs& needs)
   return needs.future_mass() && !in.workload() ? std::make_shared<FullRuns>() : nullptr;
 }
 
+// K and V of the cell's longest sequence in the full cache.
+double full_bytes(const CellInput& in, std::int64_t tokens) {
+  const ModelConfig& c = in.model->config;
+  return static_cast<double>(tokens) * c.layers * c.kv_heads * 2 * c.head_dim *
+         static_cast<double>(size_of(in.model->dtype));
+}
+
 }  // namespace
 
 void check_cell(const CellInput& given) {
@@ -150,7 +157,8 @@ CellResult run_cell(const CellInput& given) {
   prepare_for(in);
   CellResult out = passes_or_error(in);
   const std::int64_t by_age = out.summary.by_age = ranks_by_age(in);
-  if (const std::string idle = results::never_acted(out.summary); !idle.empty()) {
+  if (const std::string idle = results::never_acted(out.summary, full_bytes(in, out.summary.context_tokens));
+      !idle.empty()) {
     out = broken_cell(in, "failed", idle + ": such a row would be the full cache's under another name");
     out.summary.by_age = by_age;
   }

@@ -45,6 +45,7 @@ class Trials {
   }
 
   double held(int tokens) {
+    const log::Muted warnings_of_trials;
     results::CellResult out;
     in_.found_budget = of(tokens);
     try {
@@ -65,6 +66,7 @@ class Trials {
 
   // Whether the policy takes so small a budget.
   bool takes(int tokens) {
+    const log::Muted warnings_of_trials;
     in_.found_budget = of(tokens);
     try {
       Engine::check(*in_.model, *cell_policy(in_), engine_options(in_, 1));

@@ -273,6 +273,23 @@ TEST_CASE("log: warnings are collected from any thread, shown or not, and shown 
   CHECK(shown == "warning: every cell\n");
 }
 
+TEST_CASE("log: a muted thread's warnings are neither shown nor gathered, another's are", "[log]") {
+  const Folder folder;
+  const std::string shown = said(folder, [] {
+    log::start({});
+    const log::Collected all;
+    {
+      const log::Muted trial;
+      const log::Muted within;
+      log::warn("of a trial");
+      std::thread([] { log::warn("of another thread"); }).join();
+    }
+    log::warn("of the run");
+    CHECK(all.warnings() == std::vector<std::string>{"of another thread", "of the run"});
+  });
+  CHECK(shown == "warning: of another thread\nwarning: of the run\n");
+}
+
 TEST_CASE("log: threads' lines do not mix", "[log]") {
   const Folder folder;
   const std::string file = folder / "run.log";

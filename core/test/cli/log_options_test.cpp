@@ -116,17 +116,22 @@ TEST_CASE("a method that never acts under a budget that binds fails its cell", "
   test::write_file(folder.experiment,
                    "model: {path: " + test::golden("tiny/llama-gqa3").string() +
                        ", dtype: f32}\ntasks: [text: {prefix: 150, forced: 4, samples: 1}]\n"
-                       "policies: [full, snapkv: {budget: {tokens: 40}, schedule: {prefill: false}}]\n"
+                       "policies: [full, snapkv: {budget: {tokens: 40}, schedule: {prefill: false}},\n"
+                       "  snapkv: {window: 8, budget: {bytes: 40000}, schedule: {prefill: false}}]\n"
                        "metrics: [score, memory]\npage_size: 8\nbackend: cpu\noutput: " +
                        folder.result + "\n");
   const Ended run = folder.kvlab({"run", folder.experiment});
   INFO(run.err);
   CHECK(run.code == 1);
   const auto rows = results::read_summary(folder.result).rows;
-  REQUIRE(rows.size() == 2);
+  REQUIRE(rows.size() == 3);
   CHECK(rows[0].status == "ok");
   CHECK(rows[1].status == "failed");
   CHECK_THAT(rows[1].error, Catch::StartsWith("snapkv never acted in ") && Contains("budget 40 of 154 tokens"));
+  const auto& c = test::tiny_model("llama-gqa3")->config;
+  CHECK(rows[2].status == "failed");
+  CHECK_THAT(rows[2].error,
+             Contains("budget 40000 of " + std::to_string(154 * c.layers * c.kv_heads * c.head_dim * 8) + " bytes"));
   CHECK(std::isnan(rows[1].score));
 }
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/log.hpp"
 #include "engine/engine.hpp"
 #include "model/checkpoint.hpp"
 #include "plugin/budget_tokens.hpp"
@@ -190,6 +191,38 @@ TEST_CASE("a schedule evicts after every n-th decode step, the scorer's own wher
   CHECK(lengths(2, std::nullopt) == Ints{16, 17, 16, 17, 16, 17, 16, 17});
   CHECK(lengths(1, std::nullopt) == Ints(8, 16));
   CHECK(lengths(1, 0) == Ints{16, 17, 18, 19, 20, 21, 22, 23});
+}
+
+TEST_CASE("a budget that will not be obeyed is said: a ratio below what is always kept, tokens below the least pages") {
+  struct Pinned final : Recency {
+    Pinned() : Recency(1) {}
+    Pins pins(int) const override { return {.first = 2, .last = 10}; }
+  };
+  struct Least final : Selector {
+    Needs needs() const override { return Needs{}.min_pages(3); }
+    void select(const LayerStep&, PageList, Stream) override {}
+  };
+  const auto said = [](auto make, const BudgetAmount& amount) {
+    EngineOptions o;
+    o.max_tokens = 64;
+    o.page_size = 8;
+    o.budget = amount;
+    const log::Collected all;
+    Composition parts;
+    make(parts);
+    parts.name = "some";
+    const Engine engine(tiny(), compose(std::move(parts)), o);
+    return all.warnings();
+  };
+  const auto pinned = [](Composition& parts) { parts.scorer = instance<Scorer>(new Pinned); };
+  const auto least = [](Composition& parts) { parts.selector = instance<Selector>(new Least); };
+  using Lines = std::vector<std::string>;
+  const std::string rest = " tokens per KV head in a sequence of 64, and 'some' always ";
+  CHECK(said(pinned, {BudgetAmount::ratio, 0.125}) == Lines{"got a budget of 8" + rest + "keeps 12"});
+  CHECK(said(pinned, {BudgetAmount::ratio, 0.25}).empty());
+  CHECK(said(least, {BudgetAmount::tokens, 16}) == Lines{"got a budget of 16" + rest + "reads 24, 3 pages of 8"});
+  CHECK(said(least, {BudgetAmount::tokens, 24}).empty());
+  CHECK(said(least, {BudgetAmount::unlimited, 0}).empty());
 }
 
 TEST_CASE("a budget in bytes pays for every KV head of the dense layers before it buys pages of the others") {
