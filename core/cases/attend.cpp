@@ -79,6 +79,7 @@ std::string name_of(const AttendShape& s) {
   if (s.listed) n += ", pages listed";
   if (s.tokens >= 0) n += fmt::format(", {} of the tokens listed", s.tokens);
   if (s.window) n += fmt::format(", window {}", s.window);
+  for (const PromptMask& m : s.masks) n += fmt::format(", mask {} + {}", m.sinks, m.window);
   if (o.rope == RopeRegime::cache_relative) n += ", turned";
   if (s.attention_scale != 1) n += fmt::format(" and scaled by {}", s.attention_scale);
   if (!s.ordered) n += ", out of order";
@@ -128,6 +129,14 @@ void add_storages(std::vector<Case>& v) {
         s.window = n % 5 ? 0 : 20;
         add(v, s);
       }
+  for (const DType dtype : {DType::f32, DType::bf16})  // masks of prompts go to the general kernel
+    for (const int dim : {16, 64}) {
+      AttendShape masked = shape_of(2, 3, dim, 16, dtype, {}, 3);
+      masked.lengths = {90, 300, 37, 301, 1, 64};
+      masked.masks = {{5, 20}, {0, 0}, {0, 1}};
+      masked.window = dim == 16 ? 0 : 250;
+      add(v, masked);
+    }
   AttendShape mixed = bf16_shape(1, 2, 64, 16, 3);
   mixed.lengths = {333, 100};
   mixed.lower = CodecSpec{{8}, {8}};

@@ -79,6 +79,10 @@ void compare_on_cuda(Place& place, Check& check, PromptScene& scene) {
     const auto scope = check.in(sums ? "with sums" : "without sums");
     a.out = place.unwritten(extent);
     a.sums = sums ? place.unwritten<2>({scene.heads(), scene.longest()}) : View<float, 2>{};
+    if (sums && a.masks) {
+      check.that("masks do not go with sums", !ops::attend_prompt(a, w, place.stream()));
+      continue;
+    }
     run(a);
     const std::vector<float> out = place.get(a.out);
     check.within("out", relative(out, wanted.out), cuda_output);
@@ -175,6 +179,7 @@ void add(std::vector<Case>& v, const PromptShape& s) {
                   o.kv_heads * s.group, o.kv_heads, o.head_dim, o.page_size, s.tokens, fmt::join(s.past, " "));
   if (s.window) name += fmt::format(", window {}", s.window);
   if (s.gap != 1) name += fmt::format(", positions {} apart", s.gap);
+  for (const PromptMask& m : s.masks) name += fmt::format(", mask {} + {}", m.sinks, m.window);
   const bool cudnn = s.kernel == ops::PromptKernel::cudnn;
   Case c = checked("prefill_attention", name, [s](Place& place, Check& check) { compare(place, check, s); });
   if (cudnn)
@@ -237,6 +242,26 @@ void add_windows(std::vector<Case>& v) {
     sparse.window = 40;
     add(v, sparse);
   }
+}
+
+void add_masks(std::vector<Case>& v) {
+  const std::vector<PromptMask> few = {{5, 20}, {0, 0}, {0, 1}}, wide = {{0, 0}, {33, 150}};
+  for (const int dim : {16, 64, 96, 128, 256})
+    for (const auto& [masks, past, tokens] :
+         {std::tuple{few, std::vector{0}, 90}, {few, {70, 3, 0}, 37}, {wide, {0, 290}, 300}, {wide, {25, 7}, 450}}) {
+      if (quick() && dim > 64) continue;
+      PromptShape s = shape_of(DType::bf16, 3, dim, dim == 64 ? 8 : 16, dim == 128 ? 4 : 3, past, tokens);
+      s.masks = masks;
+      add(v, s);
+    }
+  PromptShape sparse = shape_of(DType::f32, 2, 64, 16, 2, {60}, 100);
+  sparse.masks = few;
+  sparse.window = 70;
+  add(v, sparse);
+  sparse.options.dtype = DType::bf16;
+  sparse.window = 0;
+  sparse.gap = 3;
+  add(v, sparse);
 }
 
 // quick() takes every third shape.
@@ -373,6 +398,7 @@ std::vector<Case> list() {
   add_sizes(v);
   add_chunks(v);
   add_windows(v);
+  add_masks(v);
   add_cudnn(v);
   add_nan(v);
   add_timed(v);

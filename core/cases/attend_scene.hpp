@@ -23,6 +23,7 @@ struct AttendShape {
   bool half = false;          // the op reads f16 with the same values; the reference reads bf16
   bool ordered = true;        // false: the newer half of a head's tokens lies in front of the older, as after evictions
   bool growing = false;       // values grow from token to token, by 2^14 in all
+  std::vector<PromptMask> masks;   // [kv_head], cycled; empty = none
   std::optional<CodecSpec> lower;  // codec of the first pages of heads: of none, half, three quarters or all
 };
 
@@ -73,6 +74,7 @@ struct AttendScene {
   PagedFixture cache;
   std::vector<float> q;  // rounded to bf16
   std::vector<std::int32_t> last;
+  std::vector<PromptMask> masks;  // [kv_head]
   ListMemory list;
   PageList pages, pages_there;
   TokenList listed, listed_there;
@@ -100,6 +102,8 @@ struct AttendScene {
     }
     q = normals(std::int64_t{o.rows} * heads() * o.head_dim, seed);
     for (float& x : q) x = static_cast<float>(bf16(2 * x));
+    for (int h = 0; h < o.kv_heads && !s.masks.empty(); ++h)
+      masks.push_back(s.masks[static_cast<std::size_t>(h) % s.masks.size()]);
     for (int r = 0; r < o.rows; ++r) last.push_back(std::max(0, length(r, 0) - 1));
     int left = 0, wanted = 0;  // of the pages of a head with `chosen` ones
     const auto choose = [&] {
@@ -133,6 +137,7 @@ struct AttendScene {
     a.tokens = listed.index ? &listed : nullptr;
     a.window = shape.window;
     a.last = last.data();
+    a.masks = masks.empty() ? nullptr : masks.data();
     return a;
   }
   ops::AttendArgs put(Place& place) {
@@ -142,6 +147,7 @@ struct AttendScene {
     if (a.pages) a.pages = &(pages_there = place.put(pages));
     if (a.tokens) a.tokens = &(listed_there = place.put(listed));
     a.last = place.put(last);
+    if (a.masks) a.masks = place.put(masks);
     return a;
   }
 

@@ -16,6 +16,7 @@ struct PromptShape {
   std::vector<int> past = {0};  // [kv_head], cycled: tokens before the chunk
   int gap = 1;                  // between text positions of tokens before the chunk
   int window = 0;
+  std::vector<PromptMask> masks;  // [kv_head], cycled; empty = none
   ops::PromptKernel kernel = ops::PromptKernel::own;
   bool half = false;  // the op reads f16 with the same values; the reference reads bf16
 };
@@ -48,6 +49,8 @@ struct PromptScene {
     for (int h = 0; h < kv_heads(); ++h)
       cache.fill_pooled(0, h, past(h) + s.tokens,
                         [&, n = past(h)](int t) { return t < n ? s.gap * t : s.gap * most_past() + t - n; });
+    for (int h = 0; h < kv_heads() && !s.masks.empty(); ++h)
+      masks_.push_back(s.masks[static_cast<std::size_t>(h) % s.masks.size()]);
     q = normals(std::int64_t{s.tokens} * heads() * dim(), 3);
     // Later tokens have larger queries, so their attention is sharper.
     const auto size = static_cast<float>(q.size());
@@ -101,6 +104,7 @@ struct PromptScene {
     a.values = View<const float, 3>::dense(values_.data(), {count, kv_heads(), dim()});
     a.first = shape.gap * most_past() + begin;
     a.window = shape.window;
+    a.masks = masks_.empty() ? nullptr : masks_.data();
     return a;
   }
   ops::PromptArgs args() { return args(0, shape.tokens); }
@@ -114,6 +118,7 @@ struct PromptScene {
       a.queries = place.put(a.queries);
       a.keys = place.put(a.keys);
       a.values = place.put(a.values);
+      if (a.masks) a.masks = place.put(masks_);
       return a;
     }
     ops::PromptArgs a;
@@ -128,6 +133,8 @@ struct PromptScene {
     a.kv.slots = place.put(rows);
     a.queries = place.put(View<const float, 3>::dense(q.data(), {shape.tokens, heads(), dim()}));
     a.longest = longest();
+    a.first = shape.gap * most_past();
+    if (!masks_.empty()) a.masks = place.put(masks_);
     a.kernel = shape.kernel;
     return a;
   }
@@ -160,6 +167,7 @@ struct PromptScene {
     return o;
   }
 
+  std::vector<PromptMask> masks_;
   std::vector<std::int32_t> lengths_;
   std::vector<float> keys_, values_;
 };

@@ -21,6 +21,7 @@ class ForwardingPolicy : public Policy, public EditsAuthor, public BeforeStep {
   CodecSpec host_codec() const override { return inner_->host_codec(); }
   void load_profile(const Profile& profile) override { inner_->load_profile(profile); }
   void attach(const Shape& shape, const BudgetAmount& b, Workspace& w) override { inner_->attach(shape, b, w); }
+  std::vector<PromptMask> prompt_masks() const override { return inner_->prompt_masks(); }
   void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override { inner_->prefill(kv, edits, s); }
   void finish_prompt(const LayerKv& kv, Edits& edits, Stream s) override { inner_->finish_prompt(kv, edits, s); }
   void select(const LayerStep& step, Edits& edits, Stream s) override { inner_->select(step, edits, s); }

@@ -195,6 +195,7 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
   check_needs(*model, *policy_, options);
   page_bytes_ = page_bytes(store_->shape(), store_->options().codecs[0], needs_);
   policy_->attach(store_->shape(), options.budget, store_->workspace());
+  ask_masks();
   for_pages_ = amount_for_pages(options.budget, store_->workspace().slot_bytes());
   capturable_ = stream_.device() == Device::cuda && policy_->needs().capturable();
   if (const MassState& m = needs_.mass_into(); m.when != Mass::none)
@@ -221,6 +222,25 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
     text_ = StreamMemory(stream_, tail_.size() * static_cast<std::size_t>(options.max_tokens) * sizeof(std::int32_t));
     zero_memory(text_.as<>(), text_.bytes(), stream_);
   }
+}
+
+// Layers whose masks hide nothing have none, so that prompts take the fastest kernel there.
+void Engine::ask_masks() {
+  const std::vector<PromptMask> masks = policy_->prompt_masks();
+  if (masks.empty()) return;
+  const Shape& s = store_->shape();
+  const auto heads = static_cast<std::size_t>(s.kv_heads), all = static_cast<std::size_t>(s.layers) * heads;
+  if (masks.size() != all)
+    throw Error(Errc::plugin, "got " + std::to_string(masks.size()) + " masks of prompts, wanted none or " +
+                                  std::to_string(all) + ", one for each layer and KV head");
+  const auto* there = static_cast<const PromptMask*>(
+      store_->workspace().constant("prompt masks", masks.data(), all * sizeof(PromptMask)));
+  for (std::size_t at = 0; at < all; at += heads)
+    masks_.push_back(std::any_of(masks.begin() + static_cast<std::ptrdiff_t>(at),
+                                 masks.begin() + static_cast<std::ptrdiff_t>(at + heads),
+                                 [](const PromptMask& m) { return m.window > 0; })
+                         ? there + at
+                         : nullptr);
 }
 
 int Engine::open(std::uint32_t sequence) {

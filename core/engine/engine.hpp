@@ -174,6 +174,10 @@ class Engine final : private LayerHooks {
   // Queries of other regimes lie in a buffer that the next layer takes.
   bool keeps_rows() const override { return needs_.observe_beside() && needs_.rope() == RopeRegime::original; }
   bool wants_prompt_mass() const override { return needs_.any_mass() == Mass::all; }
+  const PromptMask* prompt_masks(int layer) const override {
+    return masks_.empty() ? nullptr : masks_[static_cast<std::size_t>(layer)];
+  }
+  void ask_masks();
   bool wants_prompt_output() const override {
     return observer_ && observer_->reads_of_prompt() == EngineObserver::Prompt::everything;
   }
@@ -208,6 +212,7 @@ class Engine final : private LayerHooks {
   std::shared_ptr<Policy> policy_;
   Needs needs_;
   ops::MassColumn mass_into_;
+  std::vector<const PromptMask*> masks_;  // [layer] as PromptLayer::masks; empty = no layer has one
   bool capturable_ = false;  // a graph may capture the policy: shapes of decode steps follow the room of the graph then
   EngineOptions options_;
   OwnedStream owned_stream_;

@@ -277,6 +277,7 @@ Fit CpuExecutor::attend_prompt(PromptLayer& info, std::int64_t n, int first, boo
     a.values = info.values;
     a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
     a.window = c.sliding_window;
+    a.masks = info.masks;
     a.first = first;
     a.out = heads_view(attention_, n, c.heads, c.head_dim);
     a.round_to_bf16 = s.dtype == DType::bf16;

@@ -358,7 +358,7 @@ PagedKv CudaExecutor::chunk_view(int layer, int slot, std::int64_t tokens) {
 }
 
 void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass,
-                               ops::MassColumn mass_into) {
+                               ops::MassColumn mass_into, const PromptMask* masks) {
   const PartTimer timer(Part::attend);
   const ModelConfig& c = model_->config;
   const std::int64_t width = std::int64_t{c.heads} * c.head_dim;
@@ -372,6 +372,7 @@ void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const 
   a.bias = read.bias;
   a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
   a.window = c.sliding_window;
+  a.masks = masks;
   a.last = position_.as<std::int32_t>() + first_row;
   a.out = View<float, 3>::dense(attention_.as<float>() + first_row * width, {kv.rows, c.heads, c.head_dim});
   if (decoding() && rounds(kv)) a.rounded = rounded_.as<std::uint16_t>() + first_row * width;
@@ -434,7 +435,8 @@ void* CudaExecutor::rounded_queries(std::int64_t tokens) {
   return attention_.as<std::uint16_t>() + count;
 }
 
-DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2> sums) {
+DType CudaExecutor::attend_chunk(const PagedKv& all, const PromptLayer& info, int first, int longest,
+                                 View<float, 2> sums) {
   const ModelConfig& c = model_->config;
   const std::int64_t tokens = all.rows;
   if (sums) zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
@@ -445,6 +447,8 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2>
     a.queries = turned(tokens, 0, c.heads);
     a.rounded_queries = rounded_queries_;
     a.window = c.sliding_window;
+    a.first = first;
+    a.masks = info.masks;
     a.out = View<float, 3>::dense(attention_.as<float>(), {tokens, c.heads, c.head_dim});
     a.sums = sums;
     a.longest = longest;
@@ -452,7 +456,7 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2>
     if (ops::attend_prompt(a, store_.workspace(), stream_)) return a.rounded ? weights_.dtype : DType::f32;
   }
   if (!sums) {
-    attend_rows(all, 0, {}, {}, {});
+    attend_rows(all, 0, {}, {}, {}, info.masks);
     return DType::f32;
   }
   float* data = room<float>(mass_, std::min(tokens, mass_rows) * c.heads * sums.extent[1]);
@@ -461,7 +465,7 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2>
     kv.slots += at;
     kv.rows = static_cast<int>(std::min(mass_rows, tokens - at));
     const auto mass = View<float, 3>::dense(data, {kv.rows, c.heads, sums.extent[1]});
-    attend_rows(kv, at, {}, mass, {});
+    attend_rows(kv, at, {}, mass, {}, info.masks);
     ops::add_rows(mass, sums, stream_);
   }
   return DType::f32;
@@ -559,7 +563,8 @@ Fit CudaExecutor::attend_prompt(PromptLayer& info, std::int64_t rows, int first,
     sums = View<float, 2>::dense(room<float>(sums_, c.heads * width), {c.heads, width});
   }
   attended_ = &attention_;
-  attended_type_ = attend_chunk(chunk_view(info.layer, info.slot, rows), store_.max_length(info.layer, slots), sums);
+  attended_type_ =
+      attend_chunk(chunk_view(info.layer, info.slot, rows), info, first, store_.max_length(info.layer, slots), sums);
   static_cast<LayerRows&>(info) = rows_of(info.layer, rows);
   info.mass = sums;
   if (phase_ == Phase::prompt_shown)

@@ -81,13 +81,13 @@ class CudaExecutor final : public Executor {
   void turn(const PagedKv& kv, bool ahead);
   PagedKv chunk_view(int layer, int slot, std::int64_t tokens);
   void attend_rows(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass,
-                   ops::MassColumn mass_into);
+                   ops::MassColumn mass_into, const PromptMask* masks = nullptr);
   bool rounds(const PagedKv& kv) const;
   bool rounds_queries(std::int64_t tokens) const;
   void* rounded_queries(std::int64_t tokens);
   static std::int64_t attention_rows(std::int64_t tokens);
   // Returns the type of the output in attention_.
-  DType attend_chunk(const PagedKv& chunk, int longest, View<float, 2> sums);
+  DType attend_chunk(const PagedKv& chunk, const PromptLayer& info, int first, int longest, View<float, 2> sums);
   void logits_of_rows(std::int64_t first_row, std::int64_t rows);
   void logits_of(std::int64_t rows, View<float, 2> out);  // copies the result of logits_of_rows to the host
   View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;    // heads of qkv_

@@ -29,8 +29,9 @@ struct LayerRows {
 // One layer of one prompt chunk of one sequence, after its attention.
 struct PromptLayer : LayerRows {
   int slot = 0, past = 0;
-  bool last = false;          // this chunk ends the prompt
-  View<const float, 2> mass;  // [query head, past + token]; empty unless hooks want it, as `output` may be
+  const PromptMask* masks = nullptr;  // [kv_head] of its attention, memory of the device; null = none
+  bool last = false;                  // this chunk ends the prompt
+  View<const float, 2> mass;          // [query head, past + token]; empty unless hooks want it, as `output` may be
 };
 
 // The pages or tokens that attention of a decode step reads. Without a list it reads all resident tokens.
@@ -54,6 +55,7 @@ class LayerHooks {
  public:
   virtual ~LayerHooks() = default;
   virtual bool wants_prompt_mass() const { return false; }
+  virtual const PromptMask* prompt_masks(int /*layer*/) const { return nullptr; }  // as PromptLayer::masks
   virtual bool wants_prompt_output() const { return true; }
   virtual bool wants_mass() const { return false; }  // the mass of decode steps
   // Token state that decode steps add their mass to. Then they give none.

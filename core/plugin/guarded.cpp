@@ -296,6 +296,14 @@ class GuardedPolicy final : public Guard<Policy>, public EditsAuthor {
   void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
     edit("prefill", edits, [&](Policy& p) { p.prefill(kv, edits, s); });
   }
+  std::vector<PromptMask> prompt_masks() const override {
+    std::vector<PromptMask> masks = ask("prompt_masks", [](Policy& p) { return p.prompt_masks(); });
+    for (const PromptMask& m : masks)
+      if (m.sinks < 0 || m.window < 0)
+        who_.refuse("prompt_masks",
+                    fmt::format("got {} sinks and a window of {}, wanted none below 0", m.sinks, m.window));
+    return masks;
+  }
   void finish_prompt(const LayerKv& kv, Edits& edits, Stream s) override {
     edit("finish_prompt", edits, [&](Policy& p) { p.finish_prompt(kv, edits, s); });
   }

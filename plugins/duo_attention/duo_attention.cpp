@@ -11,7 +11,8 @@ class DuoAttention final : public kvlab::Policy {
   explicit DuoAttention(const kvlab::Params& p)
       : pins_{.first = p.get<bool>("attention_sinks") ? p.get<int>("sinks") : 0, .last = p.get<int>("window")},
         sparsity_(p.get<bool>("retrieval_heads") ? p.get<double>("sparsity") : 1),
-        reads_gates_(p.get<bool>("retrieval_heads")) {}
+        reads_gates_(p.get<bool>("retrieval_heads")),
+        masks_prompts_(p.get<bool>("prompt_mask")) {}
 
   kvlab::Needs needs() const override { return kvlab::Needs{}.own_amount(true).profile(reads_gates_).capturable(true); }
 
@@ -19,7 +20,13 @@ class DuoAttention final : public kvlab::Policy {
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
     if (!reads_gates_) gates_.assign(static_cast<std::size_t>(shape.layers * shape.kv_heads), 0);
-    streaming_ = kvlab::StreamingHeads(shape, kvlab::retrieval_heads(gates_, sparsity_, shape), pins_, w);
+    retrieval_ = kvlab::retrieval_heads(gates_, sparsity_, shape);
+    streaming_ = kvlab::StreamingHeads(shape, retrieval_, pins_, w);
+  }
+
+  std::vector<kvlab::PromptMask> prompt_masks() const override {
+    if (!masks_prompts_) return {};
+    return kvlab::StreamingHeads::prompt_masks(retrieval_, pins_);
   }
 
   kvlab::Demand demand(int prompt, int max_new) const override {
@@ -27,7 +34,7 @@ class DuoAttention final : public kvlab::Policy {
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream) override {
-    if (kv.last[0]) edits.evict_surplus(streaming_.surplus(kv));
+    if (kv.last[0] || masks_prompts_) edits.evict_surplus(streaming_.surplus(kv));
   }
   void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream) override {
     edits.evict_surplus(streaming_.surplus(step));
@@ -36,8 +43,9 @@ class DuoAttention final : public kvlab::Policy {
  private:
   kvlab::Pins pins_;
   double sparsity_;
-  bool reads_gates_;
-  std::vector<float> gates_;  // [layer, kv_head]
+  bool reads_gates_, masks_prompts_;
+  std::vector<float> gates_;     // [layer, kv_head]
+  std::vector<bool> retrieval_;  // [layer, kv_head]
   kvlab::StreamingHeads streaming_;
 };
 
@@ -50,4 +58,5 @@ KVLAB_PLUGIN(kvlab::policy<DuoAttention>("duo_attention",
                  .param("window", 256, 1, kvlab::any, "newest tokens that a streaming head keeps")
                  .param("sparsity", 0.5, 0, 1, "share of the KV heads that are streaming heads, those of lowest gates")
                  .component("attention_sinks", "off = streaming heads keep the newest tokens alone")
+                 .component("prompt_mask", "off = prompts attend to everything in all heads, and are cut at their end")
                  .component("retrieval_heads", "the profile's gates decide; off = every head is a streaming head"))

@@ -94,6 +94,7 @@ HEADS = {
     "duo_attention": DUO,
     "duo_attention_sparse": {**DUO, "sparsity": 0.75},
     "duo_attention_no_sinks": {**DUO, "attention_sinks": False},
+    "duo_attention_whole_prompts": {**DUO, "prompt_mask": False},
     "razor_attention": RAZOR,
     "razor_attention_share": {**RAZOR, "window_share": 0.2},
     "razor_attention_prompt": {**RAZOR, "while_decoding": False},

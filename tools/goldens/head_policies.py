@@ -45,6 +45,11 @@ class DuoAttention(HeadClasses):
     def window_of(self, seen):
         return self.spec.get("window", 256)
 
+    def prompt_masks(self, layer):
+        if not self.spec.get("prompt_mask", True):
+            return None
+        return [(0, 0) if whole else (self.sinks, self.window_of(0)) for whole in self.everything[layer].tolist()]
+
 
 class RazorAttention(HeadClasses):
     def classes(self, spec):

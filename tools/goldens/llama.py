@@ -74,8 +74,9 @@ class Llama:
         """[Hkv, ...] -> [Hq, ...]"""
         return kv.repeat_interleave(self.group, 0)
 
-    def prompt_attention(self, q, k, v, last=0):
-        """Causal attention of a whole prompt (rotated q, k), 256 query rows at a time.
+    def prompt_attention(self, q, k, v, last=0, masks=None):
+        """Causal attention of a whole prompt (rotated q, k), 256 query rows at a time. masks: (sinks, window) of each
+        KV head, whose tokens see the first `sinks` tokens and the newest `window`; (0, 0) = all.
 
         Returns the output [T, Hq * D], the column sums of the probabilities [Hq, T] and their last rows [Hq, last, T].
         """
@@ -86,6 +87,9 @@ class Llama:
             visible = column <= row
             if self.sliding_window:
                 visible &= column > row - self.sliding_window
+            if masks:
+                sinks, window = (torch.tensor(x).repeat_interleave(self.group)[:, None, None] for x in zip(*masks))
+                visible = visible & ((window == 0) | (column < sinks) | (row - column < window))
             score = q[:, begin:begin + 256] @ k.transpose(1, 2) / math.sqrt(self.head_dim)
             probability = score.masked_fill(~visible, -math.inf).softmax(-1)
             out.append(probability @ v)

@@ -77,6 +77,10 @@ class Full:
     def configure(self, spec):
         pass
 
+    def prompt_masks(self, layer):
+        """(sinks, window) of each KV head, as llama.prompt_attention takes them, or None."""
+        return None
+
     def prompt(self, layer, prompt):
         """Kept positions per KV head."""
         return [torch.arange(prompt.n)] * self.model.kv_heads

@@ -72,7 +72,7 @@ def prefill(model, policy, caches, ids, result):
         q, raw_k, v = model.qkv(layer, x)
         q = model.rotate(q, torch.arange(n))
         cache.append(raw_k, v, 0)
-        attended, sums, _ = model.prompt_attention(q, cache.k, v, policy.window)
+        attended, sums, _ = model.prompt_attention(q, cache.k, v, policy.window, policy.prompt_masks(layer))
         rows = model.prompt_attention(q, cache.scored, v, policy.window)[2]
         of_layer = policies.Prompt(n, q, cache.scored, v, sums, rows)
         kept.append(policy.prompt(layer, of_layer))

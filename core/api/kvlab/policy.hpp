@@ -17,6 +17,7 @@
 #include "kvlab/edits.hpp"
 #include "kvlab/kv.hpp"
 #include "kvlab/profile.hpp"
+#include "kvlab/prompt_mask.hpp"
 #include "kvlab/stream.hpp"
 #include "kvlab/workspace.hpp"
 
@@ -550,6 +551,9 @@ class Policy {
   // model and that its arrays have the model's layers and heads. An array that is not there: std::out_of_range.
   virtual void load_profile(const Profile&) {}
   virtual void attach(const Shape&, const BudgetAmount&, Workspace&) {}
+  // [layer, KV head] what the tokens of every prompt attend to. Empty: all tokens before them. Core asks once, after
+  // attach. Decode steps have no mask: they attend to what is resident.
+  virtual std::vector<PromptMask> prompt_masks() const { return {}; }
   virtual void prefill(const LayerPrefill&, Edits&, Stream) {}  // once per layer and chunk, after its attention
   // If needs() asks for it: once per layer, the first one first, after the last layer of a prompt's last chunk. All
   // layers then hold the whole prompt. `kv` has no queries and no mass. The host may wait for the stream here.

@@ -27,6 +27,13 @@ class StreamingHeads {
     pins_ = static_cast<const Pins*>(w.constant("pins", rows.data(), rows.size() * sizeof(Pins)));
   }
 
+  // For Policy::prompt_masks: streaming heads see the first and newest tokens that `pins` counts, retrieval heads all.
+  static std::vector<PromptMask> prompt_masks(const std::vector<bool>& retrieval, Pins pins) {
+    std::vector<PromptMask> masks;
+    for (const bool all : retrieval) masks.push_back(all ? PromptMask{} : PromptMask{pins.first, pins.last});
+    return masks;
+  }
+
   // What a layer's streaming heads hold beyond that, for Edits::evict_surplus.
   Surplus surplus(const LayerKv& kv) const {
     Surplus surplus;

@@ -50,7 +50,8 @@ void check(const AttendArgs& a, int group) {
     if (a.bias.extent[0] < kv.rows || a.bias.extent[1] < a.queries.extent[1] || a.bias.stride[2] != 1)
       fail(Errc::internal, op, "got a bias of another shape, wanted [row, query head, token]");
   }
-  if (a.window > 0 && !a.last) fail(Errc::internal, op, "got a window without query positions, wanted `last`");
+  if ((a.window > 0 || a.masks) && !a.last)
+    fail(Errc::internal, op, "got a window or masks without query positions, wanted `last`");
   if (a.pages && a.tokens) fail(Errc::internal, op, "got a list of pages and a list of tokens, wanted one of the two");
   if (const IndexList* list = a.pages ? static_cast<const IndexList*>(a.pages) : a.tokens;
       list && (list->index.extent[0] < kv.rows || list->index.extent[1] < kv.kv_heads ||
@@ -75,7 +76,7 @@ struct Chunk {
   std::vector<std::int32_t> position, rank;
 };
 
-// Sets the scores of tokens outside the window to -inf. Returns whether a token is left.
+// Sets the scores of tokens that the window or the mask hides to -inf. Returns whether a token is left.
 bool apply_window(const AttendArgs& a, const AttendTask& task, int tokens, int group, Chunk& x, std::int64_t stride) {
   x.position.clear();
   for (const Piece& piece : x.pieces) {
@@ -83,11 +84,13 @@ bool apply_window(const AttendArgs& a, const AttendTask& task, int tokens, int g
     const auto* p = reinterpret_cast<const std::int32_t*>(a.kv.frame(e) + a.kv.layout(e).positions) + piece.begin;
     x.position.insert(x.position.end(), p, p + piece.count);
   }
-  const int oldest = a.last[task.row] - a.window;
+  const int last = a.last[task.row];
   bool any = false;
   for (int t = 0; t < tokens; ++t) {
-    any |= x.position[t] > oldest;
-    for (int g = 0; x.position[t] <= oldest && g < group; ++g) x.scores[g * stride + t] = minus_infinity;
+    const bool hidden = (a.window > 0 && x.position[t] <= last - a.window) ||
+                        (a.masks && a.masks[task.head].hides(x.position[t], last));
+    any |= !hidden;
+    for (int g = 0; hidden && g < group; ++g) x.scores[g * stride + t] = minus_infinity;
   }
   return any;
 }
@@ -166,7 +169,7 @@ void attend_chunk(const AttendArgs& a, const AttendPlan& plan, int index, int gr
   } else {
     kernels.dot(x.runs.data(), pieces, dim, q, a.queries.stride[1], group, softmax_scale, x.scores.data(), stride);
   }
-  bool any_seen = a.window <= 0 || apply_window(a, task, tokens, group, x, stride);
+  bool any_seen = (a.window <= 0 && !a.masks) || apply_window(a, task, tokens, group, x, stride);
   if (a.bias && any_seen) any_seen = apply_bias(a, task, group, x, stride);
   if (a.logits.out) keep_logits(a, task, x, stride);
   for (int g = 0; g < group; ++g) {

@@ -70,7 +70,7 @@ static bool takes_tokens(const AttendArgs& in) {
 }
 
 bool attend_pipelined(const AttendArgs& in) {
-  if (in.kv.kv_heads > max_pairs) return false;
+  if (in.kv.kv_heads > max_pairs || in.masks) return false;
   if (in.tokens) return takes_tokens(in);
   return !in.bias && takes_layout(in, in.kv.layouts[0]) &&
          (!in.kv.lower_pages || (!in.pages && takes_layout(in, in.kv.layouts[1])));

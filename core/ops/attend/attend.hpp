@@ -22,10 +22,12 @@ struct AttendArgs {
   float softmax_scale = 0;            // 0 = 1 / sqrt(head_dim)
   int window = 0;  // the model's sliding window in tokens, 0 = none: a query sees positions > last - window
   const std::int32_t* last = nullptr;  // [row] text position of the query
-  View<float, 3> out;                  // [row, query head, head_dim]
-  void* rounded = nullptr;             // optional, CUDA only: out again in the cache's 16-bit dtype; out is dense then
-  View<float, 2> lse;                  // optional: [row, query head], natural log
-  View<float, 3> mass;  // optional: [row, query head, token place]; 0 for every place that was not attended
+  // Optional, with `last`: [kv_head] what tokens of a prompt see, by stored positions; memory of the device.
+  const PromptMask* masks = nullptr;
+  View<float, 3> out;       // [row, query head, head_dim]
+  void* rounded = nullptr;  // optional, CUDA only: out again in the cache's 16-bit dtype; out is dense then
+  View<float, 2> lse;       // optional: [row, query head], natural log
+  View<float, 3> mass;      // optional: [row, query head, token place]; 0 for every place that was not attended
   // Optional, with `mass`: the op adds the mass to a column of `kv`. `mass` is then room for it, and may hold anything
   // afterwards.
   MassColumn mass_into;

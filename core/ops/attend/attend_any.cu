@@ -208,6 +208,7 @@ void attend_any_cuda(const AttendArgs& in, Stream s) {
   if (in.pages) a.list = in.pages->index, a.list_count = in.pages->count;
   if (in.tokens) a.list = in.tokens->index, a.list_count = in.tokens->count;
   a.out = in.out, a.mass = in.mass, a.lse = in.lse, a.last = in.last, a.window = in.window;
+  a.masks = in.masks;
   a.logits = in.logits;
   a.bias = in.bias;
   a.group = heads / in.kv.kv_heads;

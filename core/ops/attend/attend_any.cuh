@@ -4,6 +4,7 @@
 #pragma once
 #include "base/lanes.cuh"
 #include "ops/attend/attend_unit.cuh"
+#include "ops/attend/prompt_mask.cuh"
 #include "ops/page/paged.cuh"
 
 namespace kvlab::ops::decode_any {
@@ -48,8 +49,9 @@ struct Args {
   enum Run : int { all, lower, rest } run;
   int codec;
   int room, window, group, head_sets, part_tokens, parts;
-  int entry_tokens;  // tokens of a list entry
-  float scale;       // times log2(e), and times RoPE's scale if keys are rotated
+  const PromptMask* masks;  // [kv_head], or null
+  int entry_tokens;         // tokens of a list entry
+  float scale;              // times log2(e), and times RoPE's scale if keys are rotated
 };
 
 // Tokens in pages of the second codec.
@@ -170,6 +172,8 @@ __device__ __forceinline__ Token look_up(const Args& a, int row, int kv_head, co
   const std::byte* at = a.kv.kv.base + frame;
   token.place = place.t;
   if (a.window > 0 && reinterpret_cast<const std::int32_t*>(at + l.positions)[offset] <= a.last[row] - a.window)
+    return token;
+  if (a.masks && hides(a.masks[kv_head], reinterpret_cast<const std::int32_t*>(at + l.positions)[offset], a.last[row]))
     return token;
   token.key = frame + row_offset(l, true, offset);
   token.value = frame + row_offset(l, false, offset);

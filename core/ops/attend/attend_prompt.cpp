@@ -81,7 +81,7 @@ struct PackedHead {
   Element* k = nullptr;              // [padded / 16][depth, 16]
   Element* v = nullptr;              // [wide / 16][padded, 16]
   float* past_rows = nullptr;        // [2][past][head_dim], gathered keys, then values
-  std::int32_t* position = nullptr;  // [keys]; filled only for a window
+  std::int32_t* position = nullptr;  // [keys]; filled only for a window or masks
 };
 
 // Scratch of one thread.
@@ -191,7 +191,7 @@ class Prefill {
         const Head& h = heads_[i / 2];
         const KvSide side = i % 2 ? KvSide::value : KvSide::key;
         gather_rows(a_.kv, 0, h.index, side, h.past, h.past_rows + std::int64_t{i % 2} * h.past * dim_);
-        if (a_.window > 0 && side == KvSide::key) {
+        if (hides() && side == KvSide::key) {
           token_positions(a_.kv, 0, h.index, h.past, h.position);
           for (int t = 0; t < chunk_; ++t) h.position[h.past + t] = a_.first + t;
         }
@@ -247,10 +247,15 @@ class Prefill {
                       std::min(key_block, h.padded - k0));
   }
 
-  bool outside_window(const Head& h, const Block& b, int k0, int count) const {
-    if (a_.window <= 0) return false;
+  bool hides() const { return a_.window > 0 || a_.masks; }
+  // Whether the first token of the block of queries, and so all of them, see none of these keys.
+  bool hidden(const Head& h, const Block& b, int k0, int count) const {
+    if (!hides()) return false;
     const std::int32_t* p = h.position + k0;
-    return *std::max_element(p, p + count) <= a_.first + b.begin - a_.window;
+    const int own = a_.first + b.begin;
+    if (a_.window > 0 && *std::max_element(p, p + count) <= own - a_.window) return true;
+    return a_.masks &&
+           std::all_of(p, p + count, [&](std::int32_t position) { return a_.masks[h.index].hides(position, own); });
   }
 
   // Computes scores[row, key] of the rows and the block of keys. Entries that a row must not see may hold anything.
@@ -261,7 +266,7 @@ class Prefill {
                          s.scores + std::int64_t{r} * key_block, key_block, n);
   }
 
-  // Returns how many keys of the block this row sees; scores outside the window become -inf.
+  // Returns how many keys of the block this row sees; scores of those that are hidden become -inf.
   int mask(const Head& h, const Block& b, int row, int k0, float* scores) const {
     const int n = std::min(std::min(key_block, h.keys - k0), h.past + token(b, row) + 1 - k0);
     if (a_.window > 0) {
@@ -269,6 +274,9 @@ class Prefill {
       for (int j = 0; j < n; ++j)
         if (h.position[k0 + j] <= oldest) scores[j] = minus_infinity;
     }
+    if (a_.masks)
+      for (int j = 0; j < n; ++j)
+        if (a_.masks[h.index].hides(h.position[k0 + j], a_.first + token(b, row))) scores[j] = minus_infinity;
     return std::max(n, 0);
   }
 
@@ -280,7 +288,7 @@ class Prefill {
     std::fill_n(s.total, b.rows, 0.f);
     const int limit = h.past + b.end;
     for (int k0 = 0; k0 < limit; k0 += key_block) {
-      if (outside_window(h, b, k0, std::min(key_block, limit - k0))) continue;
+      if (hidden(h, b, k0, std::min(key_block, limit - k0))) continue;
       score(h, b, k0, s);
       for (int r = 0; r < b.rows; ++r) soften(h, b, r, k0, s);
       for (int r = 0; r < b.rows; r += row_tile)
@@ -322,7 +330,7 @@ class Prefill {
     for (int g = 0; g < group_; ++g) std::fill_n(&a_.sums(h.index * group_ + g, k0), count, 0.f);
     for (int i = 0; i < blocks_; ++i) {
       const Block b = block(i);
-      if (h.past + b.end <= k0 || outside_window(h, b, k0, std::min(count, h.past + b.end - k0))) continue;
+      if (h.past + b.end <= k0 || hidden(h, b, k0, std::min(count, h.past + b.end - k0))) continue;
       pack_queries(h, b, s.queries);
       score(h, b, k0, s);
       std::fill_n(s.sums, std::int64_t{group_} * key_block, 0.f);

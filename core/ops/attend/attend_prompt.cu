@@ -12,6 +12,7 @@
 #include "base/scratch.cuh"
 #include "ops/attend/attend_prompt.cuh"
 #include "ops/attend/attend_unit.cuh"
+#include "ops/attend/prompt_mask.cuh"
 
 namespace kvlab::ops {
 using namespace cuda;
@@ -34,7 +35,10 @@ struct Args {
   void* rounded;            // null, or dense and written instead of out
   std::int64_t out_row, out_head, sum_head;
   const std::byte* base;
-  std::int64_t keys;  // offset of the keys in a frame
+  std::int64_t keys;        // offset of the keys in a frame
+  const PromptMask* masks;  // [kv_head], or null
+  std::int64_t positions;   // offset of the text positions in a frame
+  int first_position;       // of the chunk's first token; for masks
   int tokens, heads, group, page_size, value_rows, stages;
   bool joint;   // a page is one unit: its keys and values are contiguous
   float scale;  // factor of the scores, times log2(e)
@@ -48,6 +52,11 @@ struct Tile {
 
 __device__ __forceinline__ int seen_by_first(const Args& a, int kv_head) {
   return a.length[a.slots[0] * a.length_slot + kv_head * a.length_head];
+}
+
+__device__ __forceinline__ int stored_position(const Args& a, const PageEntry* entries, int place) {
+  const std::byte* frame = a.base + std::int64_t{entries[place / a.page_size].frame} * granule_bytes;
+  return reinterpret_cast<const std::int32_t*>(frame + a.positions)[place % a.page_size];
 }
 
 template <class T, int Dim>
@@ -75,12 +84,24 @@ __global__ void __launch_bounds__(32 * warps, 1)
   const int seen = seen_by_first(a, kv_head), total = seen + a.tokens - 1;
   const int end = works ? min(seen + first + tile_tokens - 1, total) : 0;
   const int block_end = min(seen + (last_item / a.group + 1) * tile_tokens - 1, total);
-  const int units = (block_end + unit_tokens - 1) / unit_tokens, steps = (units + stage_units - 1) / stage_units;
+  const int units = (block_end + unit_tokens - 1) / unit_tokens;
+  // With a mask the block reads `lead` units, those of the tokens before the chunk and of sinks, and then the units
+  // from its first token's window on. `gap` units lie between.
+  const PromptMask mask = a.masks ? a.masks[kv_head] : PromptMask{};
+  const int past = seen - 1;
+  int lead = units, gap = 0;
+  if (mask.window > 0) {
+    const int window_from = past + block * warps / a.group * tile_tokens - mask.window + 1;
+    lead = min(units, (past + max(0, mask.sinks - a.first_position) + unit_tokens - 1) / unit_tokens);
+    gap = max(0, window_from / unit_tokens - lead);
+  }
+  const int read = units - gap, steps = (read + stage_units - 1) / stage_units;
+  const auto unit_of = [&](int i) { return i < lead ? i : i + gap; };
 
   const PageEntry* entries = a.table + a.slots[0] * a.table_slot + kv_head * a.table_head;
   const std::uint64_t policy = read_once_policy();
   const auto issue = [&](int step) {  // only the first warp calls it
-    const int u = step * stage_units + lane, here = min(stage_units, units - step * stage_units);
+    const int u = unit_of(step * stage_units + lane), here = min(stage_units, read - step * stage_units);
     const unsigned barrier = barriers + 8 * (step % a.stages),
                    to = stages + (step % a.stages * stage_units + lane) * S::unit_bytes;
     const bool two = a.page_size < unit_tokens;                       // a unit spans two pages
@@ -126,12 +147,22 @@ __global__ void __launch_bounds__(32 * warps, 1)
   for (int step = 0; step < steps; ++step) {
     barrier_wait(barriers + 8 * (step % a.stages), step / a.stages & 1);
     for (int i = 0; i < stage_units; ++i) {
-      const int place = (step * stage_units + i) * unit_tokens;
+      const int place = unit_of(step * stage_units + i) * unit_tokens;
       if (place >= end) break;
+      if (mask.window > 0 && place >= past &&
+          hides(mask, a.first_position + place - past, a.first_position + first - (unit_tokens - 1)))
+        continue;  // the warp's first token does not see the unit's last one
       const unsigned keys = stages + (step % a.stages * stage_units + i) * S::unit_bytes;
       float s[columns][4];
       score_unit<T, Dim>(keys, row0, row1, q, qf, s);
       const bool diagonal = place + unit_tokens > seen + first;  // the tile's first token does not see the whole unit
+      int position[2] = {};
+      if (mask.window > 0)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int t = place + (r ? row1 : row0);
+          position[r] = t >= past ? a.first_position + t - past : stored_position(a, entries, t);
+        }
       unsigned p[columns][2];
 #pragma unroll
       for (int c = 0; c < columns; ++c) {
@@ -140,6 +171,11 @@ __global__ void __launch_bounds__(32 * warps, 1)
           const int sees = seen + first + c * 8 + 2 * q + h;
           s[c][h] = !diagonal || place + row0 < sees ? s[c][h] * a.scale : -INFINITY;
           s[c][2 + h] = !diagonal || place + row1 < sees ? s[c][2 + h] * a.scale : -INFINITY;
+          if (mask.window > 0) {
+            const int own = a.first_position + first + c * 8 + 2 * q + h;
+            if (hides(mask, position[0], own)) s[c][h] = -INFINITY;
+            if (hides(mask, position[1], own)) s[c][2 + h] = -INFINITY;
+          }
         }
         soften_unit<T>(s[c], high[c], sum[c], o[c], p[c]);
       }
@@ -300,9 +336,9 @@ static bool attend_prompt_cuda(const PromptArgs& in, Workspace&, Stream s) {
   const PageLayout& l = kv.layouts[0];
   const int dim = kv.head_dim, p = kv.page_size;
   const bool half = l.dtype == DType::f16;
-  if (in.window > 0 || kv.lower_pages || l.codec.k.bits || l.codec.v.bits || (!half && l.dtype != DType::bf16) ||
-      kv.rope == RopeRegime::cache_relative || (dim != 64 && dim != 96 && dim != 128 && dim != 256) ||
-      (p != 16 && p != 32 && p != 64 && (p != 8 || dim == 96)))
+  if (in.window > 0 || (in.masks && (in.sums || in.kernel == PromptKernel::cudnn)) || kv.lower_pages ||
+      l.codec.k.bits || l.codec.v.bits || (!half && l.dtype != DType::bf16) || kv.rope == RopeRegime::cache_relative ||
+      (dim != 64 && dim != 96 && dim != 128 && dim != 256) || (p != 16 && p != 32 && p != 64 && (p != 8 || dim == 96)))
     return false;
   Args a = {};
   a.table = kv.table.data;
@@ -317,6 +353,7 @@ static bool attend_prompt_cuda(const PromptArgs& in, Workspace&, Stream s) {
   a.rounded = in.rounded;
   a.base = kv.base;
   a.keys = l.k;
+  a.masks = in.masks, a.positions = l.positions, a.first_position = in.first;
   a.tokens = kv.rows;
   a.heads = static_cast<int>(in.queries.extent[1]);
   a.group = a.heads / kv.kv_heads;
@@ -328,7 +365,8 @@ static bool attend_prompt_cuda(const PromptArgs& in, Workspace&, Stream s) {
   a.scale = scale * log2e;
   const cudaStream_t stream = stream_of(s);
   PromptRows dense;
-  if (in.kernel == PromptKernel::own || !attend_prompt_cudnn(in, scale, in.sums ? &a.sums_lse : nullptr, dense, s)) {
+  if (in.kernel == PromptKernel::own || in.masks ||
+      !attend_prompt_cudnn(in, scale, in.sums ? &a.sums_lse : nullptr, dense, s)) {
     if (in.kernel == PromptKernel::cudnn) return false;
     if (in.sums) {
       a.lse = static_cast<float*>(fixed_scratch(s.handle(), "attend_prompt lse",

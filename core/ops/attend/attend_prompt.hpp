@@ -1,6 +1,7 @@
 // Causal attention of one chunk of one sequence's prompt to the tokens before it and to itself.
 #pragma once
 #include <kvlab/kv.hpp>
+#include <kvlab/prompt_mask.hpp>
 #include <kvlab/stream.hpp>
 #include <kvlab/workspace.hpp>
 
@@ -32,7 +33,11 @@ struct PromptArgs {
   View<const float, 3> queries;  // [token, query head, head_dim], rotated; CUDA: rows and heads 16-byte aligned
   float softmax_scale = 0;       // 0 = 1 / sqrt(head_dim)
   int window = 0;                // as in AttendArgs, by stored positions; CPU only
-  View<float, 3> out;            // [token, query head, head_dim]
+  int first = 0;                 // text position of the chunk's first token; CUDA: for masks only
+  // Optional: [kv_head] masks by stored positions, memory of the device. Of a chunk that cuDNN could take, our own
+  // kernel skips what its own tokens do not see; of the tokens before the chunk it reads all.
+  const PromptMask* masks = nullptr;
+  View<float, 3> out;  // [token, query head, head_dim]
   // Optional: [query head, place] sums of probabilities over the chunk's tokens. Places before the chunk come first,
   // then the chunk's. On CUDA a place without a token keeps its value.
   View<float, 2> sums;
@@ -40,7 +45,6 @@ struct PromptArgs {
   // CPU only.
   View<const float, 3> keys;    // [token, kv_head, head_dim] of the chunk, rotated, rounded to the cache's dtype
   View<const float, 3> values;  // [token, kv_head, head_dim] of the chunk
-  int first = 0;                // text position of the chunk's first token
   bool round_to_bf16 = false;   // true: the CPU's matrix tiles, if any, may round queries and probabilities
 
   // CUDA only.
@@ -54,8 +58,9 @@ struct PromptArgs {
   PromptKernel kernel = PromptKernel::best;
 };
 
-// On CUDA it returns false and does nothing for a window, a codec, keys that are rotated on reading, and shapes that
-// attend_pipelined refuses. PromptKernel::cudnn gives false without cuDNN. The CPU takes everything.
+// On CUDA it returns false and does nothing for a window, a codec, keys that are rotated on reading, masks with sums,
+// and shapes that attend_pipelined refuses. PromptKernel::cudnn gives false without cuDNN and for masks. The CPU takes
+// everything.
 bool attend_prompt(const PromptArgs& a, Workspace& w, Stream s);
 void attend_prompt_reference(const PromptArgs& a);  // the CPU's arguments; plain loops, double accumulation
 

@@ -39,13 +39,15 @@ Seen collect(const PromptArgs& a, int head) {
 
 void attend_query(const PromptArgs& a, const Seen& s, int token, int query_head, std::vector<double>& mass) {
   const int dim = a.kv.head_dim, limit = s.past + token + 1;
+  const int group = static_cast<int>(a.queries.extent[1]) / a.kv.kv_heads;
   std::vector<double> weight(limit), out(dim);
   double largest = -std::numeric_limits<double>::infinity(), total = 0;
   for (int j = 0; j < limit; ++j) {
     for (int d = 0; d < dim; ++d)
       weight[j] += double{a.queries(token, query_head, d)} * double{s.key[std::size_t(j) * dim + d]};
     weight[j] *= prompt_scale(a);
-    if (a.window > 0 && s.position[j] <= a.first + token - a.window)
+    if ((a.window > 0 && s.position[j] <= a.first + token - a.window) ||
+        (a.masks && a.masks[query_head / group].hides(s.position[j], a.first + token)))
       weight[j] = -std::numeric_limits<double>::infinity();
     largest = std::max(largest, weight[j]);
   }

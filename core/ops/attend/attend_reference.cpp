@@ -52,6 +52,9 @@ void attend_query(const AttendArgs& a, const HeadContent& content, int row, int 
   if (a.window > 0)
     for (int t = 0; t < tokens; ++t)
       if (position[t] <= a.last[row] - a.window) seen[t] = 0;
+  if (a.masks)
+    for (int t = 0; t < tokens; ++t)
+      if (a.masks[head].hides(position[t], a.last[row])) seen[t] = 0;
 
   std::vector<double> weight = keys.with([&](std::size_t d) { return double{a.queries(row, query_head, d)}; });
   std::vector<double> out(dim, 0);

@@ -23,6 +23,7 @@ class OnGuardedDevice final : public Policy {
   void prefill(const LayerPrefill& from, Edits& edits, Stream) override {
     run(from, edits, [&](LayerPrefill& kv, Edits& to, Stream s) { inner_->prefill(kv, to, s); });
   }
+  std::vector<PromptMask> prompt_masks() const override { return inner_->prompt_masks(); }
   void finish_prompt(const LayerKv& from, Edits& edits, Stream) override {
     run(from, edits, [&](LayerKv& kv, Edits& to, Stream s) { inner_->finish_prompt(kv, to, s); });
   }
