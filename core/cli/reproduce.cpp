@@ -128,7 +128,11 @@ class Reproduction {
     for (const Run& run : runs_) {
       const fs::path file = run.loaded->experiment.file;
       if (is_profile(run)) {
-        if (o_.check) fmt::print("{}: makes {}\n", file.string(), run.loaded->experiment.output.string());
+        if (!o_.check) continue;
+        if (!has_profile(run))
+          if (const Checked checked = check_experiment(run.loaded->experiment, *run.loaded->catalog); checked.absent)
+            throw Error(*checked.absent);
+        fmt::print("{}: makes {}\n", file.string(), run.loaded->experiment.output.string());
         continue;
       }
       if (o_.check && lacks_profile()) {
