@@ -52,7 +52,10 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     if (parts_.scorer) {
       scorer_needs_ = parts_.scorer->needs();
       every_ = parts_.every.value_or(parts_.scorer->every());
-      if (parts_.split) scorer_needs_.scratch_numbers(scorer_needs_.scratch_numbers() + 1);  // a list of its own
+      if (parts_.split)
+        scorer_needs_
+            .scratch_numbers(scorer_needs_.scratch_numbers() + 1)  // a list of its own
+            .profile(scorer_needs_.profile() || parts_.split->reads_profile());
     }
     if (parts_.scorer && parts_.split && parts_.split->numbers() > 0) {
       over_layers_.emplace(*parts_.split, *parts_.scorer, scorer_needs_);
@@ -95,6 +98,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
 
   void load_profile(const Profile& profile) override {
     if (parts_.scorer) parts_.scorer->load_profile(profile);
+    if (parts_.split) parts_.split->load_profile(profile);
     if (parts_.selector) parts_.selector->load_profile(profile);
   }
 
@@ -107,6 +111,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     page_bytes_ = page_bytes(shape, codecs().front(), needs());
     CountedWorkspace counted(w);
     if (parts_.scorer) parts_.scorer->attach(shape, amount, counted);
+    if (parts_.split) parts_.split->attach(shape);
     if (parts_.selector) parts_.selector->attach(shape, amount, counted);
     if (over_layers_) over_layers_->attach(shape, dense_layers_, counted);
     for_pages_ = amount_for_pages(amount, counted.bytes_per_slot());

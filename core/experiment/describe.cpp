@@ -147,6 +147,14 @@ Needs needs_of(const PluginInfo& plugin) {
   return create<Policy>(plugin, defaults)->needs();
 }
 
+bool splits_by_profile(const PluginInfo& budget) {
+  try {
+    return create<Budget>(budget, resolve(budget, {}))->reads_profile();
+  } catch (const Error&) {  // not known without its parameters
+    return false;
+  }
+}
+
 // The keys of an example's entry, as far as they are known before the plugin has its parameters.
 std::string first_keys(const PluginInfo& plugin) {
   const std::string budget = "budget: {tokens: 512}";
@@ -174,7 +182,8 @@ std::string example(Registry& registry, const PluginInfo& plugin) {
     case Role::budget: {
       const std::string split = use_text(plugin);
       return experiment(any_task(registry), first_name(registry, Role::scorer, "SCORER") +
-                                                ": {budget: {tokens: 512, split: " + split + "}}");
+                                                ": {budget: {tokens: 512, split: " + split + "}" +
+                                                (splits_by_profile(plugin) ? ", profile: FILE" : "") + "}");
     }
     case Role::codec: {
       return experiment(any_task(registry),
@@ -314,7 +323,7 @@ std::vector<EntryKey> keys_of(const PluginInfo& plugin) {
   try {
     const Needs needs = needs_of(plugin);
     std::erase_if(keys, [&](const EntryKey& k) {
-      return (k.name == std::string_view("profile") && !needs.profile()) ||
+      return (k.name == std::string_view("profile") && !needs.profile() && plugin.role != Role::scorer) ||
              (k.name == std::string_view("placement") && plugin.role == Role::policy && !needs.host_pages()) ||
              (k.name == std::string_view("budget") && needs.own_amount());
     });
@@ -327,6 +336,8 @@ std::string describe_one(Registry& registry, const PluginInfo& plugin) {
   std::string text = title(plugin) + fmt::format("  library: {}\n", library_text(plugin)) + params_text(plugin.params);
   if (plugin.role == Role::scorer || plugin.role == Role::selector || plugin.role == Role::policy)
     text += "\nneeds\n" + needs_text(plugin) + "\nkeys of its entry\n" + keys_text(keys_of(plugin));
+  if (plugin.role == Role::budget && splits_by_profile(plugin))
+    text += "\nneeds\n" + table({{"profile", "a file of `kvlab profile`"}}, "  ");
   if (plugin.role == Role::codec) text += "\nstores\n" + stores_text(plugin);
   if (plugin.role == Role::task) text += "\nkeys of every task\n" + keys_text(task_keys());
   return text + "\nexample\n" + example(registry, plugin);

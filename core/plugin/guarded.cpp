@@ -182,6 +182,13 @@ class GuardedBudget final : public Guard<Budget>, public Verified {
   int window_queries() const override {
     return at_least_0("window_queries", ask("window_queries", [](Budget& b) { return b.window_queries(); }));
   }
+  bool reads_profile() const override {
+    return ask("reads_profile", [](Budget& b) { return b.reads_profile(); });
+  }
+  void load_profile(const Profile& profile) override { load(profile); }
+  void attach(const Shape& shape) override {
+    ask("attach", [&](Budget& b) { b.attach(shape); });
+  }
   void measure(const LayerKv& kv, Scores scores, Pins pins, View<float, 3> out, Stream s) override {
     ask("measure", [&](Budget& b) { b.measure(kv, scores, pins, out, s); });
   }

@@ -97,6 +97,13 @@ class Budget {
   // holds, and no more than layers x kv_heads x tokens in all, or x pinned where that is more. Decode steps that evict
   // hold each head at its number.
   virtual std::vector<std::int32_t> divide(const Division&) const { return {}; }
+
+  // Whether it divides by a profile, as Needs::profile.
+  virtual bool reads_profile() const { return false; }
+  // As Policy::load_profile.
+  virtual void load_profile(const Profile&) {}
+  // Core calls it once, before any sequence and after load_profile. Check the profile's arrays against the shape here.
+  virtual void attach(const Shape&) {}
 };
 
 class Codec {

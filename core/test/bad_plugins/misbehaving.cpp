@@ -150,6 +150,9 @@ class BadBudget final : public kvlab::Budget {
   void measure(const kvlab::LayerKv&, kvlab::Scores, kvlab::Pins, kvlab::View<float, 3>, kvlab::Stream) override {
     deed_("measure");
   }
+  bool reads_profile() const override { return deed_("reads_profile"), deed_.in("load_profile"); }
+  void load_profile(const kvlab::Profile& p) override { load(p, deed_); }
+  void attach(const kvlab::Shape&) override { deed_("attach"); }
   std::vector<std::int32_t> divide(const kvlab::Division& d) const override {
     deed_("divide");
     std::vector<std::int32_t> keep(d.length.size(), d.tokens);

@@ -96,7 +96,9 @@ TEST_CASE("describe shows what a method needs") {
   CHECK_THAT(describe_text(registry, "criticalkv"), Catch::Contains("the output projection"));
   CHECK_THAT(describe_text(registry, "fastgen"), Catch::Contains("which are special or punctuation"));
   CHECK_THAT(describe_text(registry, "squeezed_attention"), Catch::Contains("once all layers have ended"));
-  CHECK_THAT(describe_text(registry, "adakv"), !Catch::Contains("needs\n"));
+  CHECK_THAT(describe_text(registry, "adakv"), !Catch::Contains("needs\n") && !Catch::Contains("profile: FILE"));
+  CHECK_THAT(describe_text(registry, "head_profile"),
+             Catch::Contains("needs\n  profile  a file of `kvlab profile`") && Catch::Contains(", profile: FILE}"));
 }
 
 TEST_CASE("describe lists the keys that an entry of the plugin takes, and no others") {
@@ -109,7 +111,7 @@ TEST_CASE("describe lists the keys that an entry of the plugin takes, and no oth
       if (text.find(std::string("\n  ") + key.name + " ") != text.npos) found += std::string(key.name) + " ";
     return found + (text.find("split") == text.npos ? "" : "with split");
   };
-  CHECK(keys("knorm") == "scorer budget schedule codec placement page_size with split");
+  CHECK(keys("knorm") == "scorer budget schedule codec placement page_size profile with split");
   CHECK(keys("quest") == "selector budget codec placement page_size ");
   CHECK(keys("arkvale") == "policy budget placement page_size ");
   CHECK(keys("flexicache") == "policy budget placement page_size profile ");

@@ -79,6 +79,9 @@ TEST_CASE("what a callback throws names plugin, file and callback, whatever it i
       {"bad_budget", "window_queries", [](const char* d) { told<Budget>("window_queries", d)->window_queries(); }},
       {"bad_budget", "measure", [&](const char* d) { told<Budget>("measure", d)->measure({}, {}, {}, {}, cpu); }},
       {"bad_budget", "divide", [](const char* d) { told<Budget>("divide", d)->divide({}); }},
+      {"bad_budget", "reads_profile", [](const char* d) { told<Budget>("reads_profile", d)->reads_profile(); }},
+      {"bad_budget", "load_profile", [](const char* d) { told<Budget>("load_profile", d)->load_profile({}); }},
+      {"bad_budget", "attach", [](const char* d) { told<Budget>("attach", d)->attach({}); }},
       {"bad_policy", "finish_prompt",
        [&](const char* d) {
          Edits edits;
@@ -165,6 +168,7 @@ TEST_CASE("an array that the profile does not have is told with those that it ha
   CHECK(scorer.where() == place("bad_scorer", "load_profile"));
   CHECK_THAT(scorer.message(), Catch::Contains("measured votes, windows"));
   CHECK(error_of([&] { told<Selector>("load_profile", "absent")->load_profile(profile); }).code() == Errc::config);
+  CHECK(error_of([&] { told<Budget>("load_profile", "absent")->load_profile(profile); }).code() == Errc::config);
   CHECK_THAT(error_of([&] { told<Policy>("load_profile", "absent")->load_profile({}); }).message(),
              Catch::Contains("measured nothing"));
 }

@@ -169,6 +169,12 @@ TEST_CASE("the key profile is refused where nothing reads it, and where it is mi
   for (const char* entry : {"bad_scorer: {profile: p.h5, budget: {tokens: 16}}", "quest: {profile: p.h5}",
                             "full: {profile: p.h5}", "{name: x, policy: full, profile: p.h5}"})
     CHECK_THAT(f.refusal(std::string("  - ") + entry), Catch::StartsWith(at) && Catch::Contains("got a profile for '"));
+  // A split reads one, too.
+  const std::string split = "knorm: {budget: {tokens: 16, split: {bad_budget: {in: load_profile}}}";
+  CHECK_THAT(f.refusal("  - " + split + "}"), Catch::StartsWith(at) && Catch::Contains("got no profile for 'knorm'"));
+  CHECK(f.refusal("  - " + split + ", profile: p.h5}") == "no error");
+  CHECK_THAT(f.refusal("  - knorm: {budget: {tokens: 16, split: bad_budget}, profile: p.h5}"),
+             Catch::StartsWith(at) && Catch::Contains("got a profile for 'knorm', wanted none"));
   // A profile is an input, so the run may not write over it.
   Experiment e = f.experiment("  - " + reads + ", profile: p.h5}");
   e.output = f.folder / "p.h5";

@@ -201,6 +201,7 @@ class Subjects {
     if (find_param(p, "rank") && find_param(p, "outliers"))
       for (const auto& [name, value] : {std::pair{"rank", 8}, {"outliers", 1}, {"local_chunks", 1}})
         if (find_param(p, name)) given[name] = std::int64_t{value};
+    if (find_param(p, "weights")) given["weights"] = std::string("votes");  // numbers that differ widely
     if (find_param(p, "filter_layers")) given["filter_layers"] = std::string("0");
     if (find_param(p, "wait_layers")) given["wait_layers"] = std::int64_t{0};
     if (find_param(p, "block")) given["block"] = std::int64_t{8};
@@ -220,7 +221,8 @@ class Subjects {
     s.role = p.role;
     s.spec.page_size = 8;
     fill(s.spec);
-    if (reads<Policy>(s.spec.policy) || reads<Scorer>(s.spec.scorer) || reads<Selector>(s.spec.selector))
+    if (reads<Policy>(s.spec.policy) || reads<Scorer>(s.spec.scorer) || reads<Selector>(s.spec.selector) ||
+        (s.spec.split && split(s.spec)->reads_profile()))
       s.spec.profile = "of all profilers";
     if (s.spec.scorer && s.spec.split && !go_together(s.spec, s.spec)) {
       skipped_.push_back(label + ": the scorer needs heads that hold the same tokens");
