@@ -51,6 +51,10 @@ void check_cell(const CellInput& given) {
     throw Error(Errc::config, "got '" + in.policy().name +
                                   "' for a replay, wanted a policy without next_queries(): a recording has no hidden "
                                   "states");
+  if (needs.token_ids() && !in.experiment->recording.empty())
+    throw Error(Errc::config, "got '" + in.policy().name +
+                                  "' for a replay, wanted a policy without token_ids(): a recording has no tokenizer, "
+                                  "which says which tokens are special or punctuation");
   in.full_runs = full_runs_for(in, needs);
   Engine::check(*in.model, *cell_policy(in), engine_options(in, 1));
   try {

@@ -102,7 +102,8 @@ struct Case {
   }
 };
 
-// Scorers that evict at the prompt's end or in steps, by age, keys, queries or mass; selectors; tiers; codecs; future.
+// Scorers that evict at the prompt's end or in steps, by age, keys, queries or mass; divisions over heads and layers;
+// selectors; tiers; codecs; future; methods of an amount or an index of their own, and such as change what is stored.
 constexpr const char* policies_of_all_kinds = R"(
   - full
   - window: {budget: {tokens: 32}}
@@ -119,6 +120,25 @@ constexpr const char* policies_of_all_kinds = R"(
   - oracle: {budget: {tokens: 32}, dense_layers: 0}
   - {name: placed, selector: quest, budget: {tokens: 32}, dense_layers: 0, placement: {tier: host, resident: 48}}
   - {name: coded, scorer: snapkv, window: 8, budget: {tokens: 32}, codec: int8}
+  - {name: steep, scorer: snapkv, window: 8, budget: {tokens: 32, split: pyramid}}
+  - {name: zigzag, scorer: snapkv, window: 8, budget: {tokens: 32, split: {zigzagkv: {each_head: true}}}}
+  - {name: layers, scorer: cake, window: 8, budget: {tokens: 32, split: {cake_layers: {window: 8}}}}
+  - keydiff: {budget: {tokens: 32}}
+  - {name: means, scorer: h2o, mean: true, budget: {tokens: 32}}
+  - scissorhands: {budget: {tokens: 32}, window: 6, recent: 4, drop: 6}
+  - keyformer: {budget: {tokens: 32}, recent: 8}
+  - morphkv: {budget: {tokens: 32}, window: 8}
+  - raas: {budget: {tokens: 32}}
+  - {name: arkvale, policy: arkvale, budget: {tokens: 32}, dense_layers: 0, sinks: 8, window: 8}
+  - {name: freekv, policy: freekv, budget: {tokens: 32}, dense_layers: 0, sinks: 8, window: 8}
+  - clusterkv: {budget: {tokens: 32}, dense_layers: 0}
+  - sparq: {budget: {tokens: 32}, dense_layers: 0}
+  - twilight: {dense_layers: 0, p: 0.6}
+  - leankv
+  - magicpig: {full_layers: ""}
+  - {name: streams, policy: duo_attention, retrieval_heads: false, sinks: 4, window: 16}
+  - think
+  - shadowkv: {budget: {tokens: 32}, rank: 8, outliers: 1, local_chunks: 1}
 )";
 
 // The largest difference of numbers [step, layer] of layers below `layers`. A NaN must meet a NaN.
@@ -256,6 +276,8 @@ TEST_CASE("replays refuse what a recording lacks before any work") {
                     Catch::Contains("p.yaml:3") && Catch::Contains("a recording has no output projection"));
   CHECK_THROWS_WITH(refused("  - infinigen\n")(),
                     Catch::Contains("p.yaml:3") && Catch::Contains("a recording has no hidden states"));
+  CHECK_THROWS_WITH(refused("  - fastgen\n")(),
+                    Catch::Contains("p.yaml:3") && Catch::Contains("a recording has no tokenizer"));
   CHECK(!fs::exists(c.path("x.h5")));
   c.experiment("  - full\n");
   CHECK_THROWS_WITH(run_experiment(
