@@ -1,19 +1,33 @@
+#include "base/half.hpp"
 #include "support/on_text.hpp"
 #include "support/plain_layers.hpp"
+#include "support/recall_profile.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
 
 namespace {
 
-constexpr int prompt = 150, steps = 8;
+constexpr int prompt = 150, steps = 8, page_size = 8;
 
 struct Rule {
   double alpha = 4, ratio = .2;
   int cap = 400;
   double cap_share = 1;
   int dense = 2;
+  const Profile* skew = nullptr;
+  bool offload = true;
 };
+
+// Channel c of a query or a key of a KV head: with a skew, its product with a direction.
+double channel_of(const OnText& run, const Rule& rule, int layer, int head, const Vector& x, int c) {
+  if (!rule.skew) return x[static_cast<std::size_t>(c)];
+  const std::size_t dim = x.size(),
+                    at = static_cast<std::size_t>((layer * run.config().kv_heads + head) * run.config().head_dim + c);
+  double sum = 0;
+  for (std::size_t d = 0; d < dim; ++d) sum += x[d] * double{rule.skew->at("skew").values[at * dim + d]};
+  return sum;
+}
 
 // Tokens that each head reads beside the step's own. scores: [KV head][token].
 std::size_t number_of(const std::vector<Vector>& scores, const Rule& rule) {
@@ -26,40 +40,64 @@ std::size_t number_of(const std::vector<Vector>& scores, const Rule& rule) {
 }
 
 // The channels of a KV head that guess: those of the greatest sums of |q| over the text positions of prompts.
-std::vector<int> channels_of(const OnText& run, int layer, int head, double ratio, const std::vector<int>& prompts) {
-  Vector sums(static_cast<std::size_t>(run.config().head_dim));
+std::vector<int> channels_of(const OnText& run, const Rule& rule, int layer, int head,
+                             const std::vector<int>& prompts) {
+  const int dim = run.config().head_dim;
+  Vector sums(static_cast<std::size_t>(dim));
   for (const int i : prompts)
-    for (int g = 0; g < run.group(); ++g) {
-      const Vector& q =
-          run.layer(layer).queries.at[static_cast<std::size_t>(i)][static_cast<std::size_t>(head * run.group() + g)];
-      for (std::size_t d = 0; d < sums.size(); ++d) sums[d] += std::abs(q[d]);
-    }
-  return best(sums, positions_to(run.config().head_dim),
-              static_cast<std::size_t>(std::max(1., ratio * run.config().head_dim)));
+    for (int g = head * run.group(); g < (head + 1) * run.group(); ++g)
+      for (int c = 0; c < dim; ++c)
+        sums[static_cast<std::size_t>(c)] += std::abs(
+            channel_of(run, rule, layer, head,
+                       run.layer(layer).queries.at[static_cast<std::size_t>(i)][static_cast<std::size_t>(g)], c));
+  return best(sums, positions_to(dim), static_cast<std::size_t>(std::max(1., rule.ratio * dim)));
 }
 
-// [KV head][token] of the tokens before `position`. queries: the guessed ones, one head after the other.
-std::vector<Vector> scores_of(const OnText& run, int layer, const Vector& queries, int position,
+// [KV head][token] of the tokens before `position`. queries: the guessed ones, one head after the other. Channels of
+// keys are stored in f16.
+std::vector<Vector> scores_of(const OnText& run, const Rule& rule, int layer, const Vector& queries, int position,
                               const std::vector<std::vector<int>>& channels) {
-  const auto dim = static_cast<std::size_t>(run.config().head_dim);
+  const std::ptrdiff_t dim = run.config().head_dim;
   std::vector<Vector> scores;
   for (int h = 0; h < run.config().kv_heads; ++h) {
+    const std::vector<int>& few = channels[static_cast<std::size_t>(h)];
+    std::vector<Vector> asked;
+    for (int g = h * run.group(); g < (h + 1) * run.group(); ++g) {
+      const Vector q(queries.begin() + g * dim, queries.begin() + (g + 1) * dim);
+      asked.emplace_back();
+      for (const int c : few) asked.back().push_back(channel_of(run, rule, layer, h, q, c));
+    }
     Vector& of_head = scores.emplace_back(static_cast<std::size_t>(position), -INFINITY);
-    for (std::size_t t = 0; t < of_head.size(); ++t)
-      for (int g = h * run.group(); g < (h + 1) * run.group(); ++g) {
-        double sum = 0;
-        for (const int d : channels[static_cast<std::size_t>(h)])
-          sum += queries[static_cast<std::size_t>(g) * dim + static_cast<std::size_t>(d)] *
-                 run.layer(layer).keys.at[t][static_cast<std::size_t>(h)][static_cast<std::size_t>(d)];
-        of_head[t] = std::max(of_head[t], sum / std::sqrt(static_cast<double>(dim)));
-      }
+    for (std::size_t t = 0; t < of_head.size(); ++t) {
+      const Vector& key = run.layer(layer).keys.at[t][static_cast<std::size_t>(h)];
+      Vector stored;
+      for (const int c : few)
+        stored.push_back(
+            double{half_to_float(float_to_half(static_cast<float>(channel_of(run, rule, layer, h, key, c))))});
+      for (const Vector& q : asked)
+        of_head[t] = std::max(of_head[t], dot(q, stored) / std::sqrt(static_cast<double>(dim)));
+    }
   }
   return scores;
 }
 
+// The pages that are on the device after a step: all of a dense layer, else those that were read.
+std::vector<int> pages_of(const OnText& run, const Rule& rule, int layer, int head, int step, int tokens) {
+  std::set<int> pages;
+  if (layer < rule.dense || !rule.offload)
+    for (int t = 0; t < tokens; ++t) pages.insert(t / page_size);
+  else
+    for (const int t : run.layer(layer).read[static_cast<std::size_t>(step)][static_cast<std::size_t>(head)])
+      pages.insert(t / page_size);
+  return {pages.begin(), pages.end()};
+}
+
 // Returns the mean share of the text that is read.
-double check_reads(const std::map<std::string, ParamValue>& params, const Rule& rule, int second = 0) {
-  OnText run(Role::policy, "infinigen", params, 0, prompt + steps + second + steps, 8);
+double check_reads(std::map<std::string, ParamValue> params, const Rule& rule, int second = 0) {
+  params["skew"] = rule.skew != nullptr, params["offload"] = rule.offload;
+  const OnText::MakeProfile skew = [&](int, int) { return *rule.skew; };
+  OnText run(Role::policy, "infinigen", params, 0, prompt + steps + second + steps, page_size,
+             rule.skew ? skew : OnText::MakeProfile());
   std::vector<int> prompts;
   const auto feed = [&](int from, int tokens) {
     run.prefill(tokens);
@@ -82,8 +120,8 @@ double check_reads(const std::map<std::string, ParamValue>& params, const Rule& 
         CHECK(read.empty());
       } else {
         std::vector<std::vector<int>> channels;
-        for (int h = 0; h < c.kv_heads; ++h) channels.push_back(channels_of(run, layer, h, rule.ratio, prompts));
-        const auto scores = scores_of(run, layer, guessed, position, channels);
+        for (int h = 0; h < c.kv_heads; ++h) channels.push_back(channels_of(run, rule, layer, h, prompts));
+        const auto scores = scores_of(run, rule, layer, guessed, position, channels);
         const std::size_t m = number_of(scores, rule);
         for (int h = 0; h < c.kv_heads; ++h) {
           std::vector<int> wanted = best(scores[static_cast<std::size_t>(h)], positions_to(position), m);
@@ -100,6 +138,11 @@ double check_reads(const std::map<std::string, ParamValue>& params, const Rule& 
       finish_layer(run.model(), layer, attended, x);
     }
     CHECK(run.kept(c.layers - 1, 0) == positions_to(position + 1));
+    for (int layer = 0; layer < c.layers; ++layer)
+      for (int h = 0; h < c.kv_heads; ++h) {
+        CAPTURE(step, layer, h);
+        CHECK(run.pages_on(Tier::device, layer, h) == pages_of(run, rule, layer, h, step, position + 1));
+      }
   }
   return share;
 }
@@ -123,14 +166,28 @@ TEST_CASE("infinigen reads on real text what a plain implementation reads") {
               {.alpha = 8, .cap = 0, .cap_share = .125});
 }
 
+TEST_CASE("infinigen: without offload all pages stay on the device, and it reads the same") {
+  check_reads({}, {.offload = false});
+}
+
 TEST_CASE("infinigen: layer 0 guesses for layer 1 where that is not dense, too") {
   check_reads({{"dense_layers", std::int64_t{1}}}, {.dense = 1});
 }
 
 TEST_CASE("infinigen: the queries of a second prompt count with those of the first") { check_reads({}, {}, 130); }
 
+TEST_CASE("infinigen with the skew of its model reads on real text what a plain implementation reads") {
+  const TempDir folder;
+  const Profile skew = recall_profile("infinigen_skew", 300, 1, (folder / "p.h5").string());
+  const double some = check_reads({}, {.skew = &skew});
+  CHECK(some > 0);
+  CHECK(some < 1);
+  check_reads({{"alpha", 1.5}, {"partial_ratio", .05}}, {.alpha = 1.5, .ratio = .05, .skew = &skew}, 130);
+}
+
 TEST_CASE("infinigen: short prompts, and what it refuses") {
   const auto read = [](std::map<std::string, ParamValue> params, int of_prompt, int layer) {
+    params["skew"] = false;
     OnText run(Role::policy, "infinigen", params, 0, 64, 8);
     run.prefill(of_prompt);
     run.step();
@@ -141,11 +198,23 @@ TEST_CASE("infinigen: short prompts, and what it refuses") {
   CHECK(read({{"dense_layers", std::int64_t{0}}}, 30, 0).empty());
   CHECK(!read({{"dense_layers", std::int64_t{0}}}, 30, 1).empty());
   CHECK(read({{"dense_layers", std::int64_t{99}}}, 30, 7).empty());
-  const auto make = [](const std::map<std::string, ParamValue>& params, int budget = 0) {
+  const auto make = [](std::map<std::string, ParamValue> params, int budget = 0) {
+    params["skew"] = false;
     OnText(Role::policy, "infinigen", params, budget, 64, 8);
   };
   CHECK_THROWS_WITH(make({{"alpha", 0.}}), Catch::Contains("alpha"));
   CHECK_THROWS_WITH(make({{"cap_share", 0.}}), Catch::Contains("cap_share"));
   CHECK_THROWS_WITH(make({{"partial_ratio", 1.5}}), Catch::Contains("partial_ratio"));
   CHECK_THROWS_WITH(make({}, 32), Catch::Contains("budget"));
+  const auto skewed = [](const std::vector<float>& values) {
+    OnText(Role::policy, "infinigen", {}, 0, 64, 8, [&](int, int) {
+      Profile p;
+      p["skew"].values = values;
+      return p;
+    });
+  };
+  CHECK_THROWS_WITH(skewed({1, 0}), Catch::Contains("got a skew of 2 numbers, wanted ") &&
+                                        Catch::Contains("that of infinigen_skew for this model"));
+  CHECK_THROWS_WITH(skewed({1, NAN}), Catch::Contains("got nan in a skew, wanted finite numbers"));
+  CHECK_THROWS_WITH(OnText(Role::policy, "infinigen", {}, 0, 64, 8), Catch::Contains("got no profile for 'infinigen'"));
 }

@@ -431,7 +431,8 @@ class InfiniGen(Full):
         scores = []
         for kv, few in enumerate(self.channels[layer]):
             guess = self.guessed[layer][kv * self.model.group:(kv + 1) * self.model.group, few]
-            scores.append((guess @ k[kv, :-1, few].T / math.sqrt(q.shape[-1])).amax(0))
+            partial = k[kv, :-1, few].half().to(k.dtype)  # the copy of these channels has 16 bits a number
+            scores.append((guess @ partial.T / math.sqrt(q.shape[-1])).amax(0))
         scores = torch.stack(scores)
         limit = min(self.cap or len(scores[0]), int(self.cap_share * len(scores[0])))
         most = max(1, min(near_greatest(scores, self.alpha), limit))

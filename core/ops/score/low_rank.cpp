@@ -1,6 +1,8 @@
 // Rows of low rank: the nearest ones, jointly over the KV heads.
 #include "ops/score/low_rank.hpp"
 
+#include <kvlab/eigen.hpp>
+
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -123,6 +125,15 @@ Numbers eigenvectors(Numbers& a, int n, Numbers& values) {
   return z;
 }
 
+std::vector<int> falling(const Numbers& values) {
+  std::vector<int> order(values.size());
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
+  std::sort(order.begin(), order.end(), [&](int i, int j) {
+    return is_greater(values[static_cast<std::size_t>(i)], i, values[static_cast<std::size_t>(j)], j);
+  });
+  return order;
+}
+
 void project(const Joint& x, int rank) {
   const auto w = static_cast<std::size_t>(x.width);
   Numbers gram = gram_of(x), values;
@@ -135,11 +146,7 @@ void project(const Joint& x, int rank) {
   }
   for (double& g : gram) g /= energy;
   const Numbers z = eigenvectors(gram, x.width, values);
-  std::vector<int> order(w);
-  for (std::size_t i = 0; i < w; ++i) order[i] = static_cast<int>(i);
-  std::sort(order.begin(), order.end(), [&](int i, int j) {
-    return is_greater(values[static_cast<std::size_t>(i)], i, values[static_cast<std::size_t>(j)], j);
-  });
+  const std::vector<int> order = falling(values);
   const RankSide side = RankSide::of(rank, x.width);
   const auto count = static_cast<std::size_t>(side.count);
   Numbers vectors(count * w), turned(count * w);  // [vector][element], [element][vector]
@@ -183,3 +190,24 @@ void low_rank(const PagedKv& kv, int rank, View<float, 4> rows, Stream s) {
 }
 
 }  // namespace kvlab::ops
+
+namespace kvlab {
+
+Eigen eigen_of_symmetric(std::vector<double> matrix, int n) {
+  const auto w = static_cast<std::size_t>(std::max(n, 0));
+  if (n < 1 || matrix.size() != w * w)
+    ops::fail(Errc::internal, "eigen_of_symmetric",
+              "got " + std::to_string(matrix.size()) + " numbers, wanted those of a matrix of " + std::to_string(n) +
+                  " x " + std::to_string(n));
+  std::vector<double> values;
+  const std::vector<double> z = ops::eigenvectors(matrix, n, values);
+  Eigen out;
+  for (const int i : ops::falling(values)) {
+    out.values.push_back(values[static_cast<std::size_t>(i)]);
+    const auto first = z.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(i) * w);
+    out.vectors.insert(out.vectors.end(), first, first + n);
+  }
+  return out;
+}
+
+}  // namespace kvlab

@@ -113,13 +113,26 @@ struct Pair {
     codebook.extent = {model->config.layers * 32};
     codebook.values.assign(static_cast<std::size_t>(model->config.layers * 32), 0);
     share.extent = {1}, share.values = {0.01f};
+    // A skew that leaves channels as they are.
+    ProfileArray skew;
+    const int dim = model->config.head_dim;
+    skew.extent = {model->config.layers, heads, dim, dim};
+    for (int i = 0; i < model->config.layers * heads * dim * dim; ++i)
+      skew.values.push_back(i / dim % dim == i % dim ? 1.f : 0.f);
     // What other profilers measure is in the shape of `unstable`.
-    return {{"unstable", unstable},       {"role", role},
-            {"pivot_of", leader},         {"stable", stable},
-            {"gate", unstable},           {"echo", unstable},
-            {"induction", unstable},      {"key_lower", lower},
-            {"key_upper", upper},         {"key_codebook", codebook},
-            {"value_codebook", codebook}, {"outlier_share", share}};
+    return {{"unstable", unstable},
+            {"role", role},
+            {"pivot_of", leader},
+            {"stable", stable},
+            {"gate", unstable},
+            {"echo", unstable},
+            {"induction", unstable},
+            {"key_lower", lower},
+            {"key_upper", upper},
+            {"key_codebook", codebook},
+            {"value_codebook", codebook},
+            {"outlier_share", share},
+            {"skew", skew}};
   }
   template <class Call>
   void run(const Call& call, std::size_t rows) {

@@ -274,7 +274,7 @@ TEST_CASE("replays refuse what a recording lacks before any work") {
   CHECK_THROWS_WITH(refused("  - nosuch\n")(), Catch::Contains("p.yaml:3"));
   CHECK_THROWS_WITH(refused("  - criticalkv: {budget: {tokens: 32}}\n")(),
                     Catch::Contains("p.yaml:3") && Catch::Contains("a recording has no output projection"));
-  CHECK_THROWS_WITH(refused("  - infinigen\n")(),
+  CHECK_THROWS_WITH(refused("  - infinigen: {skew: false}\n")(),
                     Catch::Contains("p.yaml:3") && Catch::Contains("a recording has no hidden states"));
   CHECK_THROWS_WITH(refused("  - fastgen\n")(),
                     Catch::Contains("p.yaml:3") && Catch::Contains("a recording has no tokenizer"));
