@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <string>
 #include <vector>
 
@@ -15,6 +14,8 @@ namespace {
 
 using kvlab::Scores;
 using kvlab::View;
+
+constexpr int most_tokens = 1 << 30;
 
 class InfiniGen final : public kvlab::Policy {
  public:
@@ -24,7 +25,10 @@ class InfiniGen final : public kvlab::Policy {
         skews_(p.get<bool>("skew")),
         offloads_(p.get<bool>("offload")) {
     rule_.within = p.get<float>("alpha");
-    rule_.most = p.get<int>("cap") > 0 ? p.get<int>("cap") : std::numeric_limits<int>::max();
+    const int cap = p.get<int>("cap"), room = p.get<int>("room");
+    if (room == 1) throw kvlab::Error(kvlab::Errc::config, "got room for 1 page, wanted 0 or at least 2");
+    rule_.most = cap > 0 ? cap : most_tokens;
+    if (offloads_ && room > 0) rule_.most = std::min(rule_.most, room - 1);
     rule_.most_share = p.get<float>("cap_share");
     rule_.newest = 1;  // the step's own token
   }
@@ -58,6 +62,7 @@ class InfiniGen final : public kvlab::Policy {
     few_channels_ = numbers("channels that guess", few);
     sums_ = kvlab::KeptSeries("magnitudes of queries", shape, shape.head_dim, w);
     keys_ = kvlab::KeptPartialKeys("partial keys", shape, few, dense_, skew_, w);
+    room_ = std::min(rule_.most + 1, shape.max_pages());
     if (offloads_) pages_ = kvlab::KeptPages("pages that are read", shape, shape.max_pages(), w);
     const std::int64_t all = shape.max_slots * shape.kv_heads, room = shape.max_tokens;
     auto* data = static_cast<std::int32_t*>(w.room("tokens to read", static_cast<std::size_t>(8 * all * (room + 1))));
@@ -85,7 +90,7 @@ class InfiniGen final : public kvlab::Policy {
     few.keep = few_channels_;
     kvlab::ops::top_tokens(channels, of_row, few, keys_.channels(kv), s);
     kvlab::ops::copy_channels(kv.pages, kv.max_length, keys_.of(kv), s);
-    if (offloads_) edits.place(pages_.of(kv), {});
+    if (offloads_) edits.place(pages_.of(kv), {.room = room_});
   }
 
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
@@ -112,7 +117,7 @@ class InfiniGen final : public kvlab::Policy {
     if (!offloads_) return;
     kvlab::ops::token_pages(step.pages, tokens_of(next.layer), rule_.newest, pages_.of(next), s);
     edits.for_layer(next.layer);
-    edits.place(pages_.of(next), {});
+    edits.place(pages_.of(next), {.room = room_});
   }
   // Written by a layer and read by the next one, in the same step.
   const kvlab::TokenList& tokens_of(int layer) const { return read_[layer % 2]; }
@@ -120,6 +125,7 @@ class InfiniGen final : public kvlab::Policy {
   double ratio_;
   int dense_;
   bool skews_, offloads_;
+  int room_ = 0;             // pages of a head on the device: one for each token that it may read, and the newest
   std::vector<float> skew_;  // [layer, kv_head, channel, head_dim] of the profile
   kvlab::NearGreatest rule_;
   View<const std::int32_t, 2> all_channels_, few_channels_;
@@ -140,6 +146,8 @@ KVLAB_PLUGIN(
         .param("partial_ratio", 0.2, 0.001, 1, "share of a head's channels that guess, at least one")
         .param("cap", 400, 0, kvlab::any, "most tokens that a head reads beside the step's own; 0 = no limit")
         .param("cap_share", 1., 0.001, 1, "the same, as a share of the tokens so far; 1 = no limit")
+        .param("room", 0, 0, kvlab::any,
+               "pages of a head that stay on the device, which limits the tokens that it reads; 0 = as many as these")
         .param("dense_layers", 2, 0, kvlab::any, "first layers that attend to everything; layer 0 always does")
         .component("skew",
                    "a profile turns queries and keys, so that few channels hold most of a query; off = channels "
