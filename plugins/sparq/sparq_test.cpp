@@ -71,6 +71,8 @@ TEST_CASE("sparq reads on real text what a plain implementation reads") {
   check_reads({}, {});
   check_reads({{"rank", std::int64_t{5}}, {"local", 0.}}, {.rank = 5, .local = 0});
   check_reads({{"rank", std::int64_t{3}}, {"norm_scale", false}}, {.rank = 3, .norm_scale = false});
+  check_reads({{"key_copy", false}}, {});
+  check_reads({{"key_copy", false}, {"rank", std::int64_t{5}}, {"local", 0.}}, {.rank = 5, .local = 0});
 }
 
 TEST_CASE("sparq: dense layers, short prompts, and what it cannot obey") {

@@ -1,5 +1,6 @@
 // Twilight: pages are candidates, and attention reads the fewest of their tokens whose weights make up a share p. Lin
 // et al., NeurIPS 2025. Its base selection is Quest's.
+#include <kvlab/key_copies.hpp>
 #include <kvlab/plugin.hpp>
 
 #include <algorithm>
@@ -24,7 +25,7 @@ class Twilight final : public kvlab::Policy {
  public:
   explicit Twilight(const kvlab::Params& p)
       : p_(p.get<bool>("top_p") ? p.get<float>("p") : 1),
-        bits_(p.get<Estimate>("estimate") == Estimate::int4 ? 4 : 0),
+        int4_(p.get<Estimate>("estimate") == Estimate::int4),
         tokens_(p.get<int>("tokens")),
         share_(p.get<double>("share")),
         dense_(p.get<int>("dense_layers")) {
@@ -42,25 +43,52 @@ class Twilight final : public kvlab::Policy {
         .capturable(tokens_ > 0);
   }
 
-  void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace&) override {
+  void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
     if (tokens_ > 0 && tokens_ < shape.page_size)
       throw kvlab::Error(kvlab::Errc::config, "got tokens " + std::to_string(tokens_) + ", wanted 0 or at least " +
                                                   std::to_string(shape.page_size) + ", those of a page");
+    if (int4_ && dense_ < shape.layers)
+      codes_ = kvlab::KeptKeyCodes("keys in 4 bits", shape, kvlab::layers_from(dense_, shape), w);
+  }
+
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits&, kvlab::Stream s) override {
+    if (!int4_ || kv.layer < dense_) return;
+    kvlab::ops::code_keys(kv.pages, static_cast<int>(kv.chunk_queries.extent[2]), codes_.of(kv), s);
   }
 
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
     if (step.layer < dense_) return;
+    const kvlab::ops::PageCounts counts = page_counts(step);
     const auto pages = step.list<kvlab::PageList>("candidates", step.shape->max_pages());
-    kvlab::ops::choose_pages(step, step.queries, choice_, page_counts(step), pages, s);
-    const kvlab::Scores weights = step.query_head_scores("weights");
-    kvlab::ops::listed_row_dot(step.keys, step.queries.f32(), pages, bits_, weights, s);
-    kvlab::ops::softmax(step.pages, weights, std::sqrt(static_cast<float>(step.pages.head_dim)), s);
+    kvlab::ops::choose_pages(step, step.queries, choice_, counts, pages, s);
     const auto tokens = step.list<kvlab::TokenList>("tokens to read", step.max_length);
-    kvlab::ops::top_p_tokens(step.pages, weights, p_, {.last = 1}, tokens, s);
+    const float temperature = std::sqrt(static_cast<float>(step.pages.head_dim));
+    if (int4_) {
+      kvlab::ops::code_keys(step.pages, 1, codes_.of(step), s);
+      const kvlab::Scores logits =
+          step.scratch<float>("logits", {step.rows(), step.shape->query_heads, most_candidates(step)});
+      kvlab::ops::coded_row_dot(step.pages, step.queries.f32(), pages, codes_.of(step), logits, s);
+      kvlab::ops::top_p_candidates(step.pages, logits, pages, temperature, p_, 1, tokens, s);
+    } else {
+      const kvlab::Scores weights = step.query_head_scores("weights");
+      kvlab::ops::listed_row_dot(step.keys, step.queries.f32(), pages, 0, weights, s);
+      kvlab::ops::softmax(step.pages, weights, temperature, s);
+      kvlab::ops::top_p_tokens(step.pages, weights, p_, {.last = 1}, tokens, s);
+    }
     edits.attend(tokens);
   }
 
  private:
+  // Of a head, in whole pages.
+  std::int64_t most_candidates(const kvlab::LayerStep& step) const {
+    const int page = step.pages.page_size;
+    int tokens = tokens_;
+    for (int row = 0; tokens_ == 0 && row < step.rows(); ++row) tokens = std::max(tokens, candidates_of(step, row));
+    return std::min<std::int64_t>(std::max(1, tokens / page), (step.max_length + page - 1) / page) * page;
+  }
+  int candidates_of(const kvlab::LayerStep& step, int row) const {
+    return static_cast<int>(share_ * step.position[row]);
+  }
   kvlab::ops::PageCounts page_counts(const kvlab::LayerStep& step) const {
     kvlab::ops::PageCounts counts;
     counts.same = tokens_ / step.pages.page_size;
@@ -68,16 +96,18 @@ class Twilight final : public kvlab::Policy {
     std::vector<std::int32_t> of_heads;
     for (int row = 0; row < step.rows(); ++row)
       of_heads.insert(of_heads.end(), static_cast<std::size_t>(step.kv_heads()),
-                      std::max(1, static_cast<int>(share_ * step.position[row]) / step.pages.page_size));
+                      std::max(1, candidates_of(step, row) / step.pages.page_size));
     counts.each = step.upload_heads("pages of candidates", of_heads.data());
     return counts;
   }
 
   float p_;
-  int bits_, tokens_;
+  bool int4_;
+  int tokens_;
   double share_;
   int dense_;
   kvlab::PageChoice choice_;
+  kvlab::KeptKeyCodes codes_;
 };
 
 }  // namespace
@@ -89,8 +119,8 @@ KVLAB_PLUGIN(
         .param("p", 0.85, 1e-3, 1,
                "share of a query head's weights that the tokens make up; 1 = every token whose weight is not 0")
         .param("estimate", Estimate::int4,
-               "keys that give the weights: exact, or rounded to 4 bits by token. It reads whole keys in both "
-               "cases and keeps no 4-bit copy, so it saves no bytes")
+               "keys that give the weights: exact, or rounded to 4 bits by token. int4 keeps a copy of the keys in 4 "
+               "bits: head_dim / 2 + 8 bytes a token and KV head. exact reads whole keys")
         .param("tokens", 0, 0, kvlab::any,
                "tokens of the pages that are candidates, of a KV head, in whole pages; 0 = share")
         .param("share", 0.25, 0, 1, "share of the text so far that the candidates are, where tokens is 0")

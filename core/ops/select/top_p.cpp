@@ -8,28 +8,9 @@
 #include "base/device_op.hpp"
 #include "ops/page/check.hpp"
 #include "ops/select/select.hpp"
+#include "ops/select/top_p.hpp"
 
 namespace kvlab::ops {
-namespace {
-
-// Marks the tokens that a head of n weights takes.
-void take(const float* weight, int n, double p, char* taken) {
-  thread_local std::vector<std::int32_t> order;
-  order.clear();
-  double all = 0, sum = 0;
-  for (int t = 0; t < n; ++t)
-    if (weight[t] > 0) order.push_back(t);
-  const auto before = [&](int a, int b) { return weight[a] > weight[b] || (weight[a] == weight[b] && a < b); };
-  if (p < 1) std::sort(order.begin(), order.end(), before);
-  for (auto t = order.rbegin(); t != order.rend(); ++t) all += double{weight[*t]};
-  for (const int t : order) {
-    if (p < 1 && sum >= p * all) break;
-    taken[t] = 1;
-    sum += double{weight[t]};
-  }
-}
-
-}  // namespace
 
 void top_p_tokens(const PagedKv& kv, View<const float, 3> weights, float p, Pins pins, TokenList list, Stream s) {
   const char* op = "top_p_tokens";
@@ -50,7 +31,8 @@ void top_p_tokens(const PagedKv& kv, View<const float, 3> weights, float p, Pins
       const int n = kv.tokens(r, h);
       taken.assign(static_cast<std::size_t>(n), 0);
       mark_pins(kv, r, h, pins, taken.data());
-      for (int q = h * group; n > 0 && q < (h + 1) * group; ++q) take(&weights(r, q, 0), n, double{p}, taken.data());
+      for (int q = h * group; n > 0 && q < (h + 1) * group; ++q)
+        take_top_p(&weights(r, q, 0), n, double{p}, taken.data());
       const auto count = static_cast<int>(std::count(taken.begin(), taken.end(), 1));
       if (count > list.index.extent[2]) {
         wanted = std::max(wanted, count);

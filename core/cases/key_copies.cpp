@@ -1,0 +1,209 @@
+// Copies of keys as indices: codes of 4 bits, the tokens that they choose, and keys by channel.
+#include <fmt/format.h>
+#include <kvlab/ops.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "cases/on_caches.hpp"
+#include "ops/score/key_channels.hpp"
+#include "ops/score/key_codes.hpp"
+#include "ops/score/reference.hpp"
+#include "ops/select/top_p.hpp"
+
+namespace kvlab::cases {
+namespace {
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+
+// Lists of pages for rows, or for slots in another order. Those of slots last.
+struct Pages {
+  ListMemory memory;
+  std::vector<std::int32_t> slots;
+  PageList own, there;
+
+  Pages(OnCache& x, bool lasts) {
+    const int rows = x.c.rows();
+    for (int r = 0; r < rows; ++r) slots.push_back(rows - 1 - r);
+    own = PageList{memory.choose(
+        x.c.cache.options(), x.c.cache.options().max_pages,
+        [&](int r, int h) { return x.kv.pages(lasts ? rows - 1 - r : r, h); }, [&] { return x.c.rng() % 3 > 0; })};
+    there = x.place.put(own);
+    own.slots = lasts ? slots.data() : nullptr, there.slots = lasts ? x.place.put(slots) : nullptr;
+  }
+  std::int64_t most(const OnCache& x) const { return own.index.extent[2] * x.kv.page_size; }
+};
+
+// Codes of every slot of a cache. A head of each has more room than it needs, and rows may begin anywhere.
+struct Codes {
+  std::vector<std::uint8_t> code;
+  std::vector<float> range;
+  KeyCodes view;
+
+  explicit Codes(OnCache& x) {
+    const std::int64_t slots = x.kv.length.extent[0], heads = x.kv.kv_heads, room = x.c.room(), row = x.kv.head_dim / 2;
+    code.assign(static_cast<std::size_t>(slots * heads * room * row), 0x77);
+    range.assign(static_cast<std::size_t>(slots * heads * room * 2), -7);
+    view.code = View<std::uint8_t, 4>::dense(code.data(), {slots, heads, room, row});
+    view.range = View<float, 4>::dense(range.data(), {slots, heads, room, 2});
+  }
+  KeyCodes put(Place& place) const { return {place.put(view.code), place.put(view.range)}; }
+};
+
+void check_codes(OnCache& x) {
+  x.kv.rope = x.there.rope = RopeRegime::original;  // keys count as they are stored
+  const Stream s = x.stream();
+  const Codes codes(x);
+  const KeyCodes there = codes.put(x.place);
+  for (const int newest : {0, 1, 5, 1000}) {  // all of them in the end
+    const auto scope = x.check.in(fmt::format("{} newest", newest));
+    ops::code_keys(x.there, newest, there, s);
+    ops::code_keys_reference(x.kv, newest, codes.view);
+    x.check.equal("ranges", x.place.get(there.range), codes.range, 0);
+    x.check.that("codes", x.place.get(there.code) == codes.code);
+  }
+  const double most = x.stream().device() == Device::cuda ? 2.1e-4 : Tolerance{}.score;
+  for (const bool lasts : {false, true}) {
+    const Pages pages(x, lasts);
+    for (const std::int64_t heads : {x.c.kv_heads(), x.c.heads()}) {
+      Numbers<3> vectors(x, {x.c.rows(), heads, x.kv.head_dim}, x.n % 3 ? 1 : 30);
+      const auto vectors_there = vectors.put();
+      const Guarded<3> start({x.c.rows(), heads, pages.most(x) + 3});
+      x.same<3>(
+          fmt::format("coded_row_dot of {} heads", heads), start.view(), x.n % 3 ? most : 30 * most,
+          [&](Scores out) { ops::coded_row_dot(x.there, vectors_there, pages.there, there, out, s); },
+          [&](Scores out) { ops::coded_row_dot_reference(x.kv, vectors.view(), pages.own, codes.view, out); });
+    }
+  }
+}
+
+// The lists lie between those of shares that are a little smaller and larger: how a sum is rounded may decide about a
+// token.
+void check_top_p(OnCache& x) {
+  const Stream s = x.stream();
+  const std::array<std::int64_t, 3> extent{x.c.rows(), x.c.kv_heads(), x.c.room()};
+  for (const bool lasts : {false, true})
+    for (const std::int64_t heads : {x.c.kv_heads(), x.c.heads()})
+      for (unsigned kind = 0; kind < 4; ++kind) {
+        const Pages pages(x, lasts);
+        Numbers<3> logits(x, {x.c.rows(), heads, pages.most(x)}, kind == 0 ? 3 : 12);
+        for (std::int64_t r = 0; r < x.c.rows(); ++r)
+          for (std::int64_t q = 0; q < heads; ++q)
+            for (std::int64_t i = 0; i < pages.most(x); ++i) {
+              float& logit = logits.own()(r, q, i);
+              const int h = static_cast<int>(q / (heads / x.c.kv_heads()));
+              if (kind == 2) logit = static_cast<float>(x.c.rng() % 4);  // ties
+              if (kind == 3 && x.c.rng() % 4) logit = x.c.rng() % 2 ? -infinity : NAN;
+              const int page = static_cast<int>(i) / x.kv.page_size;
+              if (page < pages.own.count(pages.own.at(r), h) &&
+                  pages.own.index(pages.own.at(r), h, page) * x.kv.page_size + static_cast<int>(i) % x.kv.page_size >=
+                      x.kv.tokens(static_cast<int>(r), h))
+                logit = -infinity;
+            }
+        const auto there = logits.put();
+        for (const int newest : {0, 1, 9})
+          for (const float p : {.3f, .85f, 1.f}) {
+            const auto scope =
+                x.check.in(fmt::format("share {} of {} heads, kind {}, {} newest", p, heads, kind, newest));
+            ListMemory least, greatest, start;
+            const TokenList low{least.empty(extent)}, high{greatest.empty(extent)},
+                list{x.place.put(start.empty(extent))};
+            const double slack = p < 1 ? 1e-6 : 0;
+            ops::top_p_candidates_reference(x.kv, logits.view(), pages.own, 4, p - slack, newest, low);
+            ops::top_p_candidates_reference(x.kv, logits.view(), pages.own, 4, p + slack, newest, high);
+            ops::top_p_candidates(x.there, there, pages.there, 4, p, newest, list, s);
+            const std::vector<std::int32_t> index = x.place.get(list.index), count = x.place.get(list.count);
+            for (std::int64_t r = 0; r < x.c.rows(); ++r)
+              for (std::int64_t h = 0; h < x.c.kv_heads(); ++h) {
+                const auto at = static_cast<std::size_t>(r * x.c.kv_heads() + h);
+                const std::int32_t* got = index.data() + at * static_cast<std::size_t>(x.c.room());
+                x.check.that("ascends",
+                             std::adjacent_find(got, got + count[at], std::greater_equal<>()) == got + count[at]);
+                const auto within = [&](const std::int32_t* a, int n, const std::int32_t* b, int m) {
+                  return std::includes(b, b + m, a, a + n);
+                };
+                x.check.that("holds the tokens of a smaller share",
+                             within(&low.index(r, h, 0), low.count(r, h), got, count[at]));
+                x.check.that("holds only tokens of a larger share",
+                             within(got, count[at], &high.index(r, h, 0), high.count(r, h)));
+              }
+          }
+      }
+}
+
+// Keys by channel of every slot of a cache.
+struct Channels {
+  std::vector<std::byte> bytes;
+  KeyChannels view;
+
+  Channels(OnCache& x, DType dtype) {
+    view.dtype = dtype, view.slots = x.kv.length.extent[0], view.kv_heads = x.kv.kv_heads,
+    view.head_dim = x.kv.head_dim;
+    view.blocks = (x.c.room() + KeyChannels::block - 1) / KeyChannels::block;
+    view.head_stride = view.blocks * view.head_dim * view.channel_stride();
+    view.slot_stride = view.kv_heads * view.head_stride;
+    bytes.assign(static_cast<std::size_t>(view.slots * view.slot_stride), std::byte{0x3c});
+    view.data = bytes.data();
+  }
+  KeyChannels put(Place& place) const {
+    KeyChannels there = view;
+    there.data = place.put(bytes);
+    return there;
+  }
+};
+
+void check_channels(OnCache& x) {
+  x.kv.rope = x.there.rope = RopeRegime::original;
+  const Stream s = x.stream();
+  const bool cuda = s.device() == Device::cuda;
+  const DType dtype = x.n % 3 == 0 ? DType::f32 : x.n % 3 == 1 && cuda ? DType::f16 : DType::bf16;
+  const Channels channels(x, dtype);
+  const KeyChannels there = channels.put(x.place);
+  const auto bytes = static_cast<std::int64_t>(channels.bytes.size());
+  for (const int newest : {0, 1, 70, 1000}) {
+    const auto scope = x.check.in(fmt::format("{} newest", newest));
+    ops::copy_channels(x.there, newest, there, s);
+    ops::copy_channels_reference(x.kv, newest, channels.view);
+    x.check.that("keys by channel",
+                 x.place.get(View<const std::byte, 1>::dense(there.data, {bytes})) == channels.bytes);
+  }
+  const std::int64_t rows = x.c.rows(), kv_heads = x.c.kv_heads(), dim = x.kv.head_dim;
+  Numbers<3> queries(x, {rows, x.c.heads(), dim});
+  if (x.n % 4 == 0) std::fill_n(&queries.own()(0, 0, 0), dim, 0.f);
+  if (x.n % 4 == 1)  // ties
+    for (std::int64_t d = 0; d < dim; ++d) queries.own()(0, 0, d) = d % 2 ? 1.f : -1.f;
+  const auto queries_there = queries.put();
+  for (const int rank : {1, 3, static_cast<int>(dim) / 4, static_cast<int>(dim)})
+    for (const bool norm_scale : {true, false}) {
+      const auto scope = x.check.in(fmt::format("rank {}, {}", rank, norm_scale ? "scaled" : "not scaled"));
+      ListMemory memory, start;
+      const IndexList list = memory.empty({rows, kv_heads, rank}),
+                      list_there = x.place.put(start.empty({rows, kv_heads, rank}));
+      Numbers<3> vectors(x, {rows, kv_heads, dim});
+      const auto vectors_there = x.place.unwritten(vectors.own().extent);
+      ops::large_channels(x.there, queries_there, rank, norm_scale, list_there, vectors_there, s);
+      ops::large_channels_reference(x.kv, queries.view(), rank, norm_scale, list, vectors.own());
+      x.check.equal("channels", x.place.get(list_there.index), memory.index);
+      x.check.equal("numbers of channels", x.place.get(list_there.count), memory.count);
+      x.check.equal("vectors", x.place.get(vectors_there), Guarded<3>::copy(vectors.view()), 1e-6);
+      for (const std::int64_t room : {x.c.room(), (x.c.room() + 3) / 4 * 4})
+        for (const int newest : {0, 2})
+          x.same<3>(
+              fmt::format("channel_dot, {} newest", newest), Guarded<3>({rows, kv_heads, room}).view(),
+              Tolerance{}.score,
+              [&](Scores out) { ops::channel_dot(x.there, vectors.put(), list_there, there, newest, out, s); },
+              [&](Scores out) { ops::channel_dot_reference(x.kv, vectors.view(), list, channels.view, newest, out); });
+    }
+}
+
+std::vector<Case> list() {
+  return {on_caches("key copies", "codes of ragged rows", 36, check_codes),
+          on_caches("key copies", "candidates of a share", 36, check_top_p),
+          on_caches("key copies", "keys by channel", 36, check_channels)};
+}
+
+const Announced announced{list};
+
+}  // namespace
+}  // namespace kvlab::cases
