@@ -21,8 +21,8 @@ static_assert(block == 32 * 8);
 template <class T>
 __device__ __forceinline__ T of_float(float x) {
   if constexpr (std::is_same_v<T, float>) return x;
-  if constexpr (std::is_same_v<T, __half>) return __float2half(x);
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16(x);
+  if constexpr (std::is_same_v<T, __half>) return __float2half_rn(x);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(x);
 }
 
 __device__ __forceinline__ int tokens_of(const DeviceKv& kv, const KeyChannels& c, int row, int head) {
@@ -183,7 +183,8 @@ void copy_channels_cuda(const PagedKv& kv, int newest, const KeyChannels& channe
   const dim3 grid(static_cast<unsigned>(newest == 1 ? 1 : places / part + 2), static_cast<unsigned>(kv.kv_heads),
                   static_cast<unsigned>(kv.rows));
   with_type(channels.dtype, [&](auto type) {
-    copy_kernel<decltype(type)><<<grid, threads, 0, stream_of(s)>>>(DeviceKv(kv), newest, channels);
+    const auto kernel = copy_kernel<decltype(type)>;
+    kernel<<<grid, threads, 0, stream_of(s)>>>(DeviceKv(kv), newest, channels);
   });
   check_launch("copy_channels");
 }
@@ -206,7 +207,10 @@ void channel_dot_cuda(const PagedKv& kv, View<const float, 3> vectors, const Ind
   const dim3 grid(static_cast<unsigned>((blocks + dot_warps - 1) / dot_warps), static_cast<unsigned>(kv.kv_heads),
                   static_cast<unsigned>(kv.rows));
   const Dots a{DeviceKv(kv), vectors, channels, copy, out, newest, whole};
-  with_type(copy.dtype, [&](auto type) { dots_kernel<decltype(type)><<<grid, dot_threads, 0, stream_of(s)>>>(a); });
+  with_type(copy.dtype, [&](auto type) {
+    const auto kernel = dots_kernel<decltype(type)>;
+    kernel<<<grid, dot_threads, 0, stream_of(s)>>>(a);
+  });
   check_launch("channel_dot");
 }
 

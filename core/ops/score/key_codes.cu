@@ -168,8 +168,9 @@ __device__ __forceinline__ void lay_out(const Dots& a, int row, int first, int c
   __syncthreads();
 }
 
+// Four blocks of a multiprocessor hide each other's loads, where registers suffice.
 template <int Words>
-__global__ void __launch_bounds__(score_threads) dots_kernel(const __grid_constant__ Dots a) {
+__global__ void __launch_bounds__(score_threads, Words > 4 ? 2 : 4) dots_kernel(const __grid_constant__ Dots a) {
   extern __shared__ uint4 fragments[];
   __shared__ float sums[pass_vectors], back[pass_vectors];
   const int head = static_cast<int>(blockIdx.y) / a.passes,
@@ -224,7 +225,8 @@ void launch_dots(Dots& a, Stream s) {
                      blocks = std::max<std::int64_t>(1, std::min(useful, (4 * multiprocessors() + pairs - 1) / pairs));
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(kv.kv_heads * a.passes),
                   static_cast<unsigned>(kv.rows));
-  dots_kernel<Words><<<grid, score_threads, columns * Words * 512, stream_of(s)>>>(a);
+  const auto kernel = dots_kernel<Words>;
+  kernel<<<grid, score_threads, columns * Words * 512, stream_of(s)>>>(a);
 }
 
 void code_keys_cuda(const PagedKv& kv, int newest, const KeyCodes& codes, Stream s) {
