@@ -21,19 +21,35 @@ OnText on_text(std::map<std::string, ParamValue> given, const OnText::MakeProfil
   return OnText(Role::policy, "lserve", given, budget, prompt + steps, page_size, make);
 }
 
-// The newest page and the best others, by their bounds for the query at `position`. The card's 64 pages are 63 and the
-// newest one in the same way.
-std::set<int> choice(const OnText& run, int layer, int head, int position, int pages) {
+// The score of each group of `parts` pages is that of its best page: the last group may have fewer.
+std::vector<double> of_groups(const std::vector<double>& pages, int parts) {
+  std::vector<double> most;
+  for (std::size_t p = 0; p < pages.size(); ++p)
+    if (p % static_cast<std::size_t>(parts) == 0)
+      most.push_back(pages[p]);
+    else
+      most.back() = std::max(most.back(), pages[p]);
+  return most;
+}
+
+// The pages of the newest group and of the best others, by their bounds for the query at `position`. The card's 64
+// pages of four parts are 63 and the newest one in the same way.
+std::set<int> choice(const OnText& run, int layer, int head, int position, int parts, int amount = tokens) {
   const auto& seen = run.layer(layer);
   const auto bounds =
       page_bounds(seen.queries, seen.keys, static_cast<std::size_t>(position), head, run.group(), page_size);
-  std::vector<double> most = bounds[0];
+  std::vector<double> most(bounds[0].size(), -INFINITY);
   for (const auto& of_query : bounds)
     for (std::size_t i = 0; i < most.size(); ++i) most[i] = std::max(most[i], of_query[i]);
-  most.back() = INFINITY;
-  const int all = static_cast<int>(most.size());
-  const auto chosen = best(most, positions_to(all), static_cast<std::size_t>(std::min(pages, all)));
-  return {chosen.begin(), chosen.end()};
+  std::vector<double> groups = of_groups(most, parts);
+  groups.back() = INFINITY;
+  const int all = static_cast<int>(groups.size()), some = amount / (page_size * parts);
+  const auto chosen =
+      best(groups, positions_to(all), static_cast<std::size_t>(position <= amount ? all : std::min(some, all)));
+  std::set<int> pages;
+  for (const int g : chosen)
+    for (int p = g * parts; p < std::min(static_cast<int>(most.size()), (g + 1) * parts); ++p) pages.insert(p);
+  return pages;
 }
 
 // Half of the heads: those that fewer than half of all come before.
@@ -56,16 +72,21 @@ std::vector<int> streamed(int seen) {
 
 }  // namespace
 
+TEST_CASE("lserve: the plain implementation gives the card's scores") {
+  CHECK(of_groups({1, 9, 5, 6}, 2) == std::vector<double>{9, 6});
+  CHECK(of_groups({1, 9, 5}, 2) == std::vector<double>{9, 5});
+}
+
 TEST_CASE("lserve keeps and reads on real text what a plain implementation does") {
-  const int every = GENERATE(4, 3, 1);
-  CAPTURE(every);
-  OnText run = on_text({{"choose_every", std::int64_t{every}}});
+  const auto [parts, every] = GENERATE(std::pair{2, 4}, std::pair{3, 8}, std::pair{1, 2}, std::pair{2, 1});
+  CAPTURE(parts, every);
+  OnText run = on_text({{"choose_every", std::int64_t{every}}, {"parts", std::int64_t{parts}}});
   run.prefill(prompt);
   std::map<std::pair<int, int>, std::set<int>> chosen;
-  int opened = 0, streaming = 0;
+  int streaming = 0, left_out = 0, finer = 0;
   for (int step = 0; step < steps; ++step) {
     run.step();
-    const int position = prompt + step, newest = position / page_size;
+    const int position = prompt + step;
     for (int layer = 0; layer < run.config().layers; ++layer)
       for (int head = 0; head < run.config().kv_heads; ++head) {
         CAPTURE(step, layer, head);
@@ -77,20 +98,23 @@ TEST_CASE("lserve keeps and reads on real text what a plain implementation does"
           continue;
         }
         CHECK(run.kept(layer, head) == positions_to(position + 1));
+        // The first step chooses, and those whose token begins a period of the text.
         auto& last = chosen[{layer, head}];
-        if (step % every == 0) last = choice(run, layer, head, position, tokens / page_size - (every > 1));
-        std::set<int> wanted = last;
-        opened += wanted.insert(newest).second;
-        CHECK(read == std::vector<int>(wanted.begin(), wanted.end()));
+        if (step == 0 || position % every == 0) last = choice(run, layer, head, position, parts);
+        CHECK(read == std::vector<int>(last.begin(), last.end()));
+        CHECK(read.back() == position / page_size);
         CHECK(read.size() <= tokens / page_size);
+        left_out += static_cast<int>(read.size()) <= position / page_size;
+        finer += step == 0 && last != choice(run, layer, head, position, 1);
       }
   }
-  CHECK((opened > 0) == (every > 1));  // a page opens between choices
+  CHECK(left_out > 0);
+  CHECK((finer > 0) == (parts > 1));
   CHECK(streaming == steps * run.config().layers * run.config().kv_heads / 2);
 }
 
 TEST_CASE("lserve: without reuse each step chooses, and a text within the amount is read as a whole") {
-  OnText each = on_text({{"reuse", false}});
+  OnText each = on_text({{"reuse", false}, {"parts", std::int64_t{2}}});
   each.prefill(prompt);
   each.step();
   each.step();
@@ -101,24 +125,45 @@ TEST_CASE("lserve: without reuse each step chooses, and a text within the amount
     for (int head = 0; head < each.config().kv_heads; ++head) {
       if (!retrieval(each, layer, head)) continue;
       CAPTURE(layer, head);
-      const auto wanted = choice(each, layer, head, prompt + 1, tokens / page_size);
+      const auto wanted = choice(each, layer, head, prompt + 1, 2);
       CHECK(each.layer(layer).read[1][static_cast<std::size_t>(head)] ==
             std::vector<int>(wanted.begin(), wanted.end()));
       CHECK(all.layer(layer).read[0][static_cast<std::size_t>(head)] == positions_to(prompt / page_size + 1));
     }
 }
 
+// The card's history of 4096 tokens gives all 65 pages.
+TEST_CASE("lserve: a text of just the amount is read with the page that opens behind it") {
+  OnText run = on_text({{"choose_every", std::int64_t{4}}, {"parts", std::int64_t{2}}});
+  run.prefill(tokens - 1);
+  for (int step = 0; step < 6; ++step) run.step();
+  int retrieving = 0;
+  for (int layer = 0; layer < run.config().layers; ++layer)
+    for (int head = 0; head < run.config().kv_heads; ++head) {
+      if (!retrieval(run, layer, head)) continue;
+      const auto& read = run.layer(layer).read;
+      const auto at = [&](std::size_t step) { return read[step][static_cast<std::size_t>(head)]; };
+      ++retrieving;
+      CHECK(at(0) == positions_to(tokens / page_size));
+      for (const std::size_t step : {1, 2, 3, 4}) CHECK(at(step) == positions_to(tokens / page_size + 1));
+      CHECK(at(5).size() == tokens / page_size - 1);  // three groups, of which the newest has one page
+    }
+  CHECK(retrieving > 0);
+}
+
 TEST_CASE("lserve: no retrieval heads, and what it cannot obey") {
-  OnText run = on_text({{"retrieval_heads", false}}, {});
+  OnText run = on_text({{"retrieval_heads", false}, {"parts", std::int64_t{2}}}, {});
   run.prefill(prompt);
   run.step();
   CHECK(run.kept(0, 0) == streamed(prompt + 1));
-  CHECK_THROWS_WITH(on_text({{"logical_page", std::int64_t{4}}}),
-                    Catch::Contains("got logical_page 4, wanted 0 or 8, the page size: core keeps no summaries"));
-  CHECK_NOTHROW(on_text({{"logical_page", std::int64_t{page_size}}}));
-  CHECK_THROWS_WITH(on_text({{"choose_every", std::int64_t{9}}}),
-                    Catch::Contains("got choose_every 9, wanted at most 8"));
-  CHECK_THROWS_WITH(on_text({{"tokens", std::int64_t{15}}}),
-                    Catch::Contains("got tokens 15, wanted at least 2 pages of 8"));
-  CHECK_THROWS_WITH(on_text({}, gates, 64), Catch::Contains("got a budget for a policy that decides by itself"));
+  CHECK_THROWS_WITH(on_text({{"choose_every", std::int64_t{3}}, {"parts", std::int64_t{1}}}),
+                    Catch::Contains("got choose_every 3, wanted a divisor of the page size 8"));
+  CHECK_THROWS_WITH(on_text({{"choose_every", std::int64_t{16}}, {"parts", std::int64_t{1}}}),
+                    Catch::Contains("got choose_every 16, wanted a divisor of the page size 8"));
+  CHECK_THROWS_WITH(
+      on_text({}),
+      Catch::Contains("got tokens 48, wanted at least 2 groups of 32, one of them the newest: 4 pages of 8"));
+  CHECK_THROWS_WITH(on_text({{"parts", std::int64_t{0}}}), Catch::Contains("parts"));
+  CHECK_THROWS_WITH(on_text({{"parts", std::int64_t{1}}}, gates, 64),
+                    Catch::Contains("got a budget for a policy that decides by itself"));
 }

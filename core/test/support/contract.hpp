@@ -191,7 +191,7 @@ class Subjects {
   // budgets. So must outliers and local chunks, and the rank of keys must be less than a tiny model's. A codec's
   // residual must leave pages to encode. A policy of an amount of its own may keep nothing but sinks and window. These
   // then cover the suite's short prompts, or it leaves them whole. One that reads pages of an amount of its own leaves
-  // some out.
+  // some out, and its groups of pages are small.
   static PluginUse use(const PluginInfo& p, std::map<std::string, ParamValue> given = {}) {
     if (find_param(p, "dense_layers")) given["dense_layers"] = std::int64_t{0};
     if (find_param(p, "full_layers")) given["full_layers"] = std::string();
@@ -206,7 +206,8 @@ class Subjects {
     if (find_param(p, "wait_layers")) given["wait_layers"] = std::int64_t{0};
     if (find_param(p, "block")) given["block"] = std::int64_t{8};
     if (p.role == Role::policy && create<Policy>(p, resolve(p, given))->needs().own_amount())
-      for (const auto& [name, value] : {std::pair{"window", 32}, {"tokens", 40}, {"whole", 40}, {"cap", 40}})
+      for (const auto& [name, value] :
+           {std::pair{"window", 32}, {"tokens", 40}, {"parts", 2}, {"whole", 40}, {"cap", 40}})
         if (find_param(p, name)) given[name] = std::int64_t{value};
     if (p.role == Role::codec && find_param(p, "residual")) given["residual"] = std::int64_t{8};
     return {p.role, p.name, resolve(p, given)};
