@@ -48,6 +48,7 @@ void group_pages(const PagedKv& kv, View<const float, 3> page_scores, const Grou
     fail(Errc::internal, op,
          "got scores " + extents(page_scores) + ", wanted [row, " + std::to_string(kv.kv_heads) +
              " KV heads, page], dense");
+  run_put_off();  // it may write the scores
   if (s.device() == Device::cuda) return on_cuda<group_pages>(kv, page_scores, c, list, s);
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
