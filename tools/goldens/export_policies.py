@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Writes core/test/golden/policies/<model>.json: every policy's kept positions, pages, mass and logits on tiny models.
 
-Usage: export_policies.py [core/test/golden [SmolLM2.gguf | --evicting | --heads | --retrieval]]
+Usage: export_policies.py [core/test/golden [SmolLM2.gguf | --evicting | --heads | --retrieval | --offloading |
+                                              --sampling | --text]]
 Format: README.md in this folder. For the tiny models it tries token seeds until no selection depends on rounding.
-With --evicting, --heads or --retrieval it writes only <model>-evicting.json, <model>-heads.json or <model>-retrieval.json:
-the cases of evicting_policies.py, head_policies.py or retrieval_policies.py.
+With --evicting it writes only <model>-evicting.json, the cases of evicting_policies.py. The other groups do alike.
+With --text it writes only recall.json: one case of each policy on real text, by the model datasets/models/recall.
 With the GGUF it writes only smollm2.json: the same on the head of text/english.txt.
 """
 import json
@@ -153,8 +154,57 @@ RETRIEVAL = {
     "fastgen_no_frequency": {**FASTGEN, "frequency": False, "window_share": 0.5},
 }
 
-LONG_LISTS = {spec["name"] for spec in RETRIEVAL.values()}  # their files have fewer steps and logits
+FREEKV = {"name": "freekv", "budget": {"tokens": 48}, "page_size": 4, "sinks": 6, "window": 10, "threshold": 0.2}
+STABLE = {"name": "flexicache", "budget": {"tokens": 40}, "page_size": 4, "rerank_every": 4}
+FLEXICACHE = {**STABLE, "profile": {"unstable": [[1, 0], [0, 1], [1, 0]]}}
+OFFLOADING = {
+    "freekv": FREEKV,
+    "freekv_max": {**FREEKV, "group": "max", "sinks": 0, "window": 1, "dense_layers": 0},
+    "freekv_scale": {**FREEKV, "scale": 0.25, "threshold": 0.0},
+    "freekv_no_correction": {**FREEKV, "correction": False},
+    "freekv_no_speculation": {**FREEKV, "speculation": False},
+    "flexicache": FLEXICACHE,
+    "flexicache_waits": {**FLEXICACHE, "overlap": False, "group": "mean"},
+    "flexicache_newest_page": {**FLEXICACHE, "keep_new": False, "group": "softmax_mean", "scale": 0.5, "dense_layers": 1},
+    "flexicache_stable": {**STABLE, "unstable_heads": False},
+    "flexicache_unaware": {**FLEXICACHE, "stability_aware": False},
+    "flexicache_no_reranking": {**FLEXICACHE, "reranking": False, "frame_reuse": False, "group": "sum"},
+}
 
+MAGICPIG = {"name": "magicpig", "bits": 4, "tables": 16, "sinks": 3, "window": 10, "full_layers": "0"}
+SUBGEN = {"name": "subgen", "radius": 4.0, "clusters": 6, "samples": 2, "values": 8, "sinks": 2, "window": 12}
+SAMPLING = {
+    "magicpig": MAGICPIG,
+    "magicpig_one_collision": {**MAGICPIG, "collisions": 1, "bits": 5, "seed": 3, "full_layers": ""},
+    "magicpig_three_collisions": {**MAGICPIG, "collisions": 3, "sinks": 0, "bits": 3, "window": 1},
+    "magicpig_no_correction": {**MAGICPIG, "correction": False},
+    "magicpig_no_bits": {**MAGICPIG, "bits": 0},
+    "subgen": SUBGEN,
+    "subgen_one_cluster": {**SUBGEN, "radius": 1000.0, "seed": 5},
+    "subgen_many_clusters": {**SUBGEN, "radius": 0.0, "clusters": 200, "samples": 1, "values": 20, "sinks": 0},
+    "subgen_no_sketch": {**SUBGEN, "sketch": False},
+}
+
+LONG_LISTS = {spec["name"] for specs in (RETRIEVAL, OFFLOADING, SAMPLING) for spec in specs.values()}  # fewer steps
+
+# Real text, on a model of 8 layers and 4 KV heads. PROFILE's rows are those of a layer.
+TEXT_PROMPT, TEXT_FORCED = 120, 6
+PROFILE = {"gate": [[.3, .9, .1, .5], [.6, .1, .8, .2], [.6, .0, .4, .7], [.2, .5, .5, .9]] * 2,
+           "induction": [[.2, .5, .1, .3], [.1, .5, .6, .0], [.6, .3, .2, .4], [.9, .1, .0, .8]] * 2,
+           "echo": [[.1, .2, .9, .0], [.7, .1, .3, .2], [.7, .3, .1, .6], [.0, .4, .2, .5]] * 2,
+           "unstable": [[1, 0, 0, 0], [0, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0]] * 2}
+TEXT = {name: specs[name] for specs, names in (
+    (CASES, "window streaming_llm snapkv snapkv_pyramid snapkv_adakv h2o knorm quest"),
+    (EVICTING, "cake scissorhands raas keyformer keyformer_noise morphkv criticalkv zigzagkv cake_over_layers"),
+    (HEADS, "duo_attention razor_attention omnikv sparq"),
+    (RETRIEVAL, "arkvale twilight clusterkv squeezed_attention infllm infinigen shadowkv think fastgen"),
+    (OFFLOADING, "freekv flexicache flexicache_waits"),
+    (SAMPLING, "magicpig subgen")) for name in names.split()}
+TEXT = {name: {**spec, **({"profile": {array: PROFILE[array] for array in spec["profile"]}} if "profile" in spec else {})}
+        for name, spec in TEXT.items()}
+
+GROUPS = {"": CASES, "--evicting": EVICTING, "--heads": HEADS, "--retrieval": RETRIEVAL, "--offloading": OFFLOADING,
+          "--sampling": SAMPLING}
 
 REAL = {name: {"name": name, "budget": {"tokens": 64}}
         for name in ("streaming_llm", "snapkv", "h2o", "knorm", "quest")}
@@ -194,8 +244,10 @@ def doubtful(a, b):
 
 def run_case(model, others, name, spec, prompt, forced, logit_ids):
     result = reference.run(model, spec, prompt, forced)
-    kept, pages, tokens = chosen = selections(result, spec)
-    doubts = sum((doubtful(chosen, selections(reference.run(other, spec, prompt, forced), spec)) for other in others), [])
+    kept, pages, tokens = selections(result, spec)
+    runs = [reference.run(other, spec, prompt, forced) for other in others]
+    mine, *theirs = [[*selections(run, spec), [run.decisions]] for run in (result, *runs)]
+    doubts = sum((doubtful(mine, other) for other in theirs), [])
     logits = torch.stack(result.logits)
     return {"name": name, "policy": spec, "doubtful": doubts, "kept_prompt": evicted(kept[0], len(prompt)),
             "kept_end": evicted(kept[-1], len(prompt) + len(forced)),
@@ -207,13 +259,14 @@ def run_case(model, others, name, spec, prompt, forced, logit_ids):
             "logits": [rounded(step) for step in logits[:, logit_ids].tolist()]}
 
 
-def export_tiny(path, specs, one_text):
-    """one_text: all cases have the same tokens. Otherwise each has its own, since evictions in all steps tie more often."""
-    model, logit_ids = llama.Llama(path), list(range(0, VOCAB, 20 if specs is RETRIEVAL else 5))
+def export_tiny(path, group):
+    """Cases of the first group have the same tokens. Others have their own, since evictions in all steps tie more often."""
+    specs = GROUPS[group]
+    model, logit_ids = llama.Llama(path), list(range(0, VOCAB, 5 if group in ("", "--evicting", "--heads") else 20))
     others = [llama.Llama(path, torch.float64), perturbed(model, 0), perturbed(model, 1)]
     document = {"version": 1, "model": "tiny/" + os.path.basename(path)}
     specs = {name: of_shape(spec, model) for name, spec in specs.items()}
-    if one_text:
+    if group == "":
         text, cases = cases_of(model, others, specs, logit_ids)
         return {**document, **text, "logit_ids": logit_ids, "cases": cases}
     cases = []
@@ -233,19 +286,45 @@ def cases_of(model, others, specs, logit_ids):
     """The first seed whose tokens leave no near tie in any of the cases. Returns the tokens and the cases."""
     names = {spec["name"] for spec in specs.values()}
     steps = 16 if names & LONG_LISTS else FORCED
-    for seed in range(100):
+
+    def drawn(seed):
         ids = np.random.default_rng(seed).integers(2, VOCAB, PROMPT + FORCED).tolist()
         if "fastgen" in names:
             ids[20::35] = [0] * len(ids[20::35])  # special tokens
-        prompt, forced, cases = ids[:PROMPT], ids[PROMPT:PROMPT + steps], []
+        return {"seed": seed, "prompt": ids[:PROMPT], "forced": ids[PROMPT:PROMPT + steps]}
+    return without_doubts(model, others, specs, logit_ids, map(drawn, range(100)))
+
+
+def without_doubts(model, others, specs, logit_ids, texts):
+    for text in texts:
+        cases = []
         for name, spec in specs.items():
-            cases.append(run_case(model, others, name, spec, prompt, forced, logit_ids))
+            cases.append(run_case(model, others, name, spec, text["prompt"], text["forced"], logit_ids))
             if cases[-1]["doubtful"]:
-                print(f"  seed {seed}: {name} depends on rounding", flush=True)
+                start = next(iter(text.items()))
+                print(f"  {start}: {name} depends on rounding: {cases[-1]['doubtful']}", flush=True)
                 break
         else:
-            return {"seed": seed, "prompt": prompt, "forced": forced}, cases
-    raise SystemExit("no seed without a near tie")
+            return text, cases
+    raise SystemExit("no text without a near tie")
+
+
+def export_text(golden):
+    """The texts begin at tokens of text/english.txt, the first at which no selection of the case depends on rounding."""
+    with open(os.path.join(golden, "recall_logits.json")) as file:
+        ids = json.load(file)["sequences"][0]["ids"]
+    folder, logit_ids = "../../../datasets/models/recall", list(range(0, 4096, 256))
+    path = os.path.join(golden, folder)
+    model = llama.Llama(path)
+    others = [llama.Llama(path, torch.float64), perturbed(model, 0), perturbed(model, 1)]
+    cases, most = [], len(ids) - TEXT_PROMPT - TEXT_FORCED
+    for name, spec in TEXT.items():
+        def part(start):
+            prompt = ids[start:start + TEXT_PROMPT]
+            return {"start": start, "prompt": prompt, "forced": ids[start + TEXT_PROMPT:start + TEXT_PROMPT + TEXT_FORCED]}
+        text, (case,) = without_doubts(model, others, {name: spec}, logit_ids, map(part, range(0, most, 4)))
+        cases.append({**case, **text})
+    return {"version": 1, "model": folder, "logit_ids": logit_ids, "cases": cases}
 
 
 def export_real(golden, path):
@@ -265,12 +344,13 @@ def export_real(golden, path):
 def main():
     golden = sys.argv[1] if len(sys.argv) > 1 else os.path.join(os.path.dirname(__file__), "../../core/test/golden")
     os.makedirs(os.path.join(golden, "policies"), exist_ok=True)
-    groups = {"": CASES, "--evicting": EVICTING, "--heads": HEADS, "--retrieval": RETRIEVAL}
     group = sys.argv[2] if len(sys.argv) > 2 else ""
-    if group not in groups:
+    if group == "--text":
+        return save(golden, "recall", export_text(golden))
+    if group not in GROUPS:
         return save(golden, "smollm2", export_real(golden, group))
     for name in ("llama-gqa3", "llama-gqa4-rope3"):
-        document = export_tiny(os.path.join(golden, "tiny", name), groups[group], group == "")
+        document = export_tiny(os.path.join(golden, "tiny", name), group)
         save(golden, name + group.replace("--", "-"), document)
 
 

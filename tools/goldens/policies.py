@@ -3,6 +3,7 @@
 A policy never holds keys. It names, per layer and KV head, the ascending positions that are kept and, before a decode
 step's attention, the positions that are read. Prompts are attended in full; layer l is compressed after its attention.
 """
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,12 @@ def group_reduce(per_query_head, kv_heads, rule):
     for head in range(1, grouped.shape[1]):
         total += grouped[:, head]
     return total if rule == "sum" else total / grouped.shape[1]
+
+
+def attend(q, k, v):
+    """One query: q [G, D], k and v [m, D]. Returns output [G, D] and probabilities [G, m]."""
+    probability = (q @ k.T / math.sqrt(k.shape[-1])).softmax(-1)
+    return probability @ v, probability
 
 
 # --- budgets: how many tokens each KV head of a layer keeps, pins (the recent window) included --------------------
@@ -72,6 +79,7 @@ class Full:
         self.spec, self.model = spec, model
         self.budget = spec.get("budget", {})
         self.tokens = self.budget.get("tokens")
+        self.decisions = {}  # (layer, KV head): numbers that rounding may change and the lists do not show
         self.configure(spec)
 
     def configure(self, spec):
@@ -101,6 +109,10 @@ class Full:
 
         q [Hq, D] and k [Hkv, t, D] are rotated; kept holds the new token."""
         return kept, None
+
+    def attend(self, layer, kv, q, keys, values):
+        """Attention of a KV head's queries q [G, D] to what it reads: output [G, D] and probabilities of the tokens read."""
+        return attend(q, keys, values)
 
     def attended(self, layer, q, keys, kept, shares):
         """What this step's attention did, before `after`: shares [Hkv][G, len(kept)]; q and keys as in select."""

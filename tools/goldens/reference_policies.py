@@ -17,7 +17,9 @@ import policies
 import evicting_policies  # noqa: F401  (adds its policies)
 import head_policies  # noqa: F401
 import layer_policies  # noqa: F401
+import offloading_policies  # noqa: F401
 import retrieval_policies  # noqa: F401
+import sampling_policies  # noqa: F401
 
 
 class LayerCache:
@@ -41,18 +43,13 @@ class LayerCache:
         return self.k if self.cache_relative else self.stored_k
 
 
-def attend(q, k, v):
-    """One query: q [G, D], k and v [m, D]. Returns output [G, D] and probabilities [G, m]."""
-    probability = (q @ k.T / math.sqrt(k.shape[-1])).softmax(-1)
-    return probability @ v, probability
-
-
 class Run:
     """kept[step][layer][kv_head], step 0 = after the prompt; read and pages[decode step][layer][kv_head]; mass and
     output_error [decode step, layer]; logits [1 + decode steps, vocab], row 0 after the prompt."""
 
     def __init__(self):
         self.kept, self.read, self.pages, self.mass, self.output_error, self.logits = [], [], [], [], [], []
+        self.decisions = []  # [layer][kv_head] lists of whole numbers: what else rounding may change
 
 
 def run(model, spec, prompt, forced):
@@ -63,6 +60,8 @@ def run(model, spec, prompt, forced):
         kept = prefill(model, policy, caches, prompt, result)
         for step, token in enumerate(forced):
             decode(model, policy, caches, kept, len(prompt) + step, token, result)
+    result.decisions = [[policy.decisions.get((layer, kv), []) for kv in range(model.kv_heads)]
+                        for layer in range(model.layers)]
     return result
 
 
@@ -106,9 +105,9 @@ def decode(model, policy, caches, kept, position, token, result):
             if policy.cache_relative:
                 keys = model.rotate(keys[None], torch.arange(len(keys)))[0]
                 query = model.rotate(raw_q[heads], torch.tensor([len(keys) - 1]))[:, 0]
-            output, probability = attend(query, keys, values)
+            output, probability = policy.attend(layer, kv, query, keys, values)
             visible = slice(max(0, position + 1 - (model.sliding_window or position + 1)), None)
-            true_output, true_probability = attend(q[heads], cache.k[kv, visible], cache.v[kv, visible])
+            true_output, true_probability = policies.attend(q[heads], cache.k[kv, visible], cache.v[kv, visible])
             attended.append(output)
             true.append(true_output)
             covered.append(true_probability[:, read[kv] - visible.start].sum(-1))

@@ -9,9 +9,11 @@ import torch
 import evicting_policies
 import layer_policies
 import llama
+import offloading_policies as offloading
 import policies
 import reference_policies as reference
 import retrieval_policies as retrieval
+import sampling_policies as sampling
 
 TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../core/test/golden/tiny")
 
@@ -342,6 +344,65 @@ def test_fastgen():
         assert abs(retrieval.recovered(rows[None], marks) - share) < 1e-6
     kinds = retrieval.token_kinds(folder)
     assert kinds["special"] == {0, 1} and {2, 13, 15} <= kinds["punctuation"] and 17 not in kinds["punctuation"]
+
+
+def test_freekv():
+    policy = policies.make({"name": "freekv", "sinks": 512, "window": 512, "budget": {"tokens": 2048}, "page_size": 32}, model())
+    assert len(policy.pinned(8192)) == 32
+    keys = torch.randn(8192, 2, generator=torch.Generator().manual_seed(0))
+    policy.choose(0, 0, torch.ones(1, 2), keys)
+    assert len(policy.chosen[0, 0]) == 32 and not policy.chosen[0, 0] & policy.pinned(8192)
+    for scores, expected in (([[10, 9, 0], [0, 9.5, 10.5]], {"softmax_mean": [0, 2], "mean": [1, 2], "max": [0, 2]}),
+                             ([[40, 20, 0], [0, 2, 3]], {"softmax_mean": [0, 2], "mean": [0, 1], "max": [0, 1]})):
+        for policy.group, pages in expected.items():
+            assert policies.top(policy.reduced(torch.tensor(scores, dtype=torch.float64)), 2).tolist() == pages
+    policy = policies.make({"name": "freekv", "threshold": 0.8}, model(group=2))
+    assert policy.turned(1, torch.ones(2, 2)) == [True]
+    for second, turned in ((.6, True), (.72, False)):
+        policy.queries[1] = torch.tensor([[1., 0], [1, 0]])
+        assert policy.turned(1, torch.tensor([[.9, (1 - .9**2)**.5], [second, (1 - second**2)**.5]])) == [turned]
+
+
+def test_flexicache():
+    assert offloading.page_bounds(torch.tensor([[1., -1]]), torch.tensor([[-1., 4], [5, -2]]), 2).tolist() == [[7]]
+    spec = {"name": "flexicache", "budget": {"tokens": 4}, "page_size": 2, "rerank_every": 2, "keep_new": False,
+            "profile": {"unstable": [[0, 1]]}}
+    keys = torch.tensor([[0., 5], [0, 4], [3, 0], [2, 0], [1, 1], [1, 1], [0, 0]]).expand(2, 7, 2)
+    policy = policies.make(spec, model(kv_heads=2))
+    policy.prompt(0, prompt(6, q=torch.tensor([[[0., 1]]] * 2), k=keys[:, :6]))
+    turned = torch.tensor([[1., 0]] * 2)
+    assert lists(policy.select(0, turned, keys, None)[1]) == [[0, 2, 3], [1, 2, 3]]  # the stable head reads the old ones
+    policy.attended(0, turned, keys, None, None)
+    assert lists(policy.select(0, -turned, keys, None)[1]) == [[1, 2, 3], [0, 3]]  # the step is not due
+    waits = policies.make({**spec, "overlap": False}, model(kv_heads=2))
+    assert lists(waits.select(0, turned, keys, None)[1]) == [[1, 2, 3]] * 2
+
+
+def test_magicpig():
+    def chance(degrees, bits, tables):
+        return sampling.chance(torch.tensor(math.cos(math.radians(degrees))), bits, tables, 2).item()
+    assert abs(chance(90, 1, 2) - .25) < 1e-6 and abs(chance(60, 10, 150) - .7356) < 1e-4 and chance(30, 10, 150) > .9999
+    normals = torch.tensor([sampling.planes(seed, 0, 16, 4, 8).std().item() for seed in range(50)])
+    assert abs(normals.mean() - 1) < .01
+    x, y = torch.randn(2, 200, 16, generator=torch.Generator().manual_seed(1))
+    same = torch.stack([(sampling.bits_of(x, planes) == sampling.bits_of(y, planes)).all(1)
+                        for planes in (sampling.planes(seed, 0, 16, 2, 40) for seed in range(20))]).float().mean((0, 2))
+    expected = sampling.chance(torch.cosine_similarity(x, y), 2, 1, 1)
+    assert abs((same - expected).mean()) < .005 and (same - expected).abs().max() < .1
+
+
+def test_subgen():
+    sketch = sampling.Sketch(1, 4, 1, 2)
+    assert sketch.add(torch.zeros(1), torch.tensor([1.]), [0, 0, 0]) == [0, 0, -1, 0, 1]
+    assert sketch.add(torch.zeros(1), torch.tensor([3.]), [.6, .95, .85]) == [0, -1, 1]
+    policy = policies.make({"name": "subgen", "samples": 1, "values": 2}, model())
+    policy.heads[0, 0] = sketch
+    nothing = torch.zeros(0, 1)
+    assert abs(policy.attend(0, 0, torch.zeros(1, 1), nothing, nothing)[0].item() - 10 / 3) < 1e-6
+    both = policy.attend(0, 0, torch.zeros(1, 1), torch.zeros(1, 1), torch.tensor([[7.]]))[0].item()  # and an exact token
+    assert abs(both - (20 / 3 + 7) / 3) < 1e-6
+    assert sketch.add(torch.tensor([2.]), torch.zeros(1), [0, 0, 0]) == [1, 0, -1]  # a value of zeros is never drawn
+    assert [cluster[1] for cluster in sketch.clusters] == [2, 1]
 
 
 def test_budgets():

@@ -123,7 +123,9 @@ void check_tokens(const json& expected, const std::vector<std::vector<int>>& rea
 TEST_CASE("policies keep, read and predict what the reference does") {
   const std::string name =
       GENERATE(as<std::string>{}, "llama-gqa3", "llama-gqa4-rope3", "llama-gqa3-evicting", "llama-gqa4-rope3-evicting",
-               "llama-gqa3-heads", "llama-gqa4-rope3-heads", "llama-gqa3-retrieval", "llama-gqa4-rope3-retrieval");
+               "llama-gqa3-heads", "llama-gqa4-rope3-heads", "llama-gqa3-retrieval", "llama-gqa4-rope3-retrieval",
+               "llama-gqa3-offloading", "llama-gqa4-rope3-offloading", "llama-gqa3-sampling", "llama-gqa4-rope3-sampling",
+               "recall");
   std::ifstream in(test::golden("policies/" + name + ".json"));
   const json golden = json::parse(in);
   const auto model = load_model(*open_checkpoint(test::golden(golden["model"])), DType::f32, name);
@@ -170,7 +172,8 @@ TEST_CASE("policies keep, read and predict what the reference does") {
         const std::size_t l = static_cast<std::size_t>(layer);
         CAPTURE(step, layer);
         CHECK(std::abs(rows.mass[l] - c["mass"][step][l].get<double>()) < (int8 ? 1e-3 : 1e-5));
-        CHECK(std::abs(rows.output_error[l] - c["output_error"][step][l].get<double>()) < (int8 ? 1e-3 : 1e-4));
+        const double error = c["output_error"][step][l].get<double>();  // an estimate may be far from the output
+        CHECK(std::abs(rows.output_error[l] - error) < (int8 ? 1e-3 : 1e-4) * std::max(1., error));
         const auto& read = watch.read[step * static_cast<std::size_t>(model->config.layers) + l];
         if (c.contains("tokens")) check_tokens(c["tokens"][step][l], read, static_cast<int>(prompt.size() + step) + 1);
         if (c["pages"].empty()) continue;
