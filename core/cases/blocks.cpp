@@ -43,7 +43,8 @@ void check_list(OnCache& x, const BlockRule& rule, const Blocks& b, const KeyBlo
   const std::int64_t rows = x.c.rows(), heads = x.c.kv_heads(), room = x.c.room(), blocks = b.view.key.extent[2];
   Numbers<3> queries(x, {rows, x.c.heads(), x.kv.head_dim}), scores(x, {rows, 1, blocks});
   Ints most, entries(static_cast<std::size_t>(rows * heads * room)), count(static_cast<std::size_t>(rows * heads));
-  for (std::int64_t r = 0; r < rows; ++r) most.push_back(static_cast<int>(x.c.rng() % 5));
+  for (std::int64_t r = 0; r < rows; ++r)
+    most.push_back(static_cast<int>(x.c.rng() % (x.n % 2 ? 5u : static_cast<unsigned>(blocks + 2))));
   PageList list;
   list.index = View<std::int32_t, 3>::dense(entries.data(), {rows, heads, room});
   list.count = View<std::int32_t, 2>::dense(count.data(), {rows, heads});
@@ -114,6 +115,7 @@ void check_ties(OnCache& x) {
   ops::make_blocks_reference(x.kv, rule, b.view);
   x.check.equal("vectors", x.place.get(there.key), b.key, 0);
   for (float& k : b.key) k = static_cast<float>(x.c.rng() % 100 == 0);  // most scores are 0
+  for (std::size_t i = 0; i < b.key.size(); i += 1 + x.c.rng() % 2000) b.key[i] = NAN;
   there.key = x.place.put(b.view.key);
   check_list(x, rule, b, there);
 }

@@ -189,12 +189,13 @@ void block_pages(const PagedKv& kv, View<const float, 3> queries, const BlockRul
     }
     std::vector<int> order(static_cast<std::size_t>(made));
     for (int b = 0; b < made; ++b) order[static_cast<std::size_t>(b)] = b;
-    std::sort(order.begin(), order.end(),
-              [&](int a, int b) { return comes_before(scores(r, 0, a), a, scores(r, 0, b), b); });
+    const int chosen = std::min(made, most[r]);
+    std::nth_element(order.begin(), order.begin() + chosen, order.end(),
+                     [&](int a, int b) { return comes_before(scores(r, 0, a), a, scores(r, 0, b), b); });
     const int pages = rule.block / kv.page_size, first = rule.first / kv.page_size, end = first + made * pages;
     std::vector<bool> read(static_cast<std::size_t>(n));
     for (int p = 0; p < n; ++p) read[static_cast<std::size_t>(p)] = p < first || p >= end;
-    for (int i = 0; i < std::min(made, most[r]); ++i)
+    for (int i = 0; i < chosen; ++i)
       for (int p = 0, at = first + order[static_cast<std::size_t>(i)] * pages; p < pages && at + p < n; ++p)
         read[static_cast<std::size_t>(at + p)] = true;
     for (int h = 0; h < kv.kv_heads; ++h) {

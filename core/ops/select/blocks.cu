@@ -102,26 +102,33 @@ __global__ void __launch_bounds__(threads) scores_kernel(DeviceKv kv, View<const
   }
 }
 
+struct Radix {
+  unsigned bins[256], scan[32], bin, above, inside;
+};
+
 // A thread block takes a KV head.
 __global__ void __launch_bounds__(list_threads)
     pages_kernel(DeviceKv kv, View<const float, 3> scores, BlockRule rule, const std::int32_t* most,
                  const __grid_constant__ KeyBlocks blocks, const __grid_constant__ PageList list) {
-  __shared__ unsigned scan[32], marks[device::places_at_once / 32];
+  __shared__ Radix s;
+  __shared__ unsigned marks[device::places_at_once / 32];
   const int head = blockIdx.x, row = blockIdx.y, slot = kv.kv.slots[row], me = threadIdx.x;
   const int n = static_cast<int>(min(std::int64_t{kv.pages(row, head)}, list.index.extent[2]));
   const int made = static_cast<int>(min(std::int64_t{blocks.made(slot)}, blocks.key.extent[2]));
   const int pages = rule.block / kv.page_size, first = rule.first / kv.page_size, end = first + made * pages;
-  const auto each = [&](const auto& mark) {
-    for (int b = me; b < made; b += list_threads) {
-      const float own = scores(row, 0, b);
-      int before = 0;
-      for (int c = 0; c < made && before < most[row]; ++c)
-        before += c != b && comes_before(scores(row, 0, c), c, own, b);
-      if (before >= most[row]) continue;
-      for (int p = first + b * pages; p < first + (b + 1) * pages; ++p) mark(p);
-    }
+  const int chosen = min(made, most[row]), of_blocks[] = {0, made};
+  const auto key = [&](int, int b, unsigned i, unsigned long long& k) {
+    k = device::selection_key(scores(row, 0, b), i);
+    return true;
   };
-  const int kept = device::list_places(n, first, end, &list.index(list.at(row), head, 0), marks, scan, each);
+  const unsigned long long least =
+      chosen > 0 ? device::radix_threshold(key, of_blocks, 1, static_cast<unsigned>(chosen), 0, s) : 0;
+  const auto each = [&](const auto& mark) {
+    for (int b = me; b < made && chosen > 0; b += list_threads)
+      if (device::selection_key(scores(row, 0, b), static_cast<unsigned>(b)) >= least)
+        for (int p = first + b * pages; p < first + (b + 1) * pages; ++p) mark(p);
+  };
+  const int kept = device::list_places(n, first, end, &list.index(list.at(row), head, 0), marks, s.scan, each);
   if (me == 0) list.count(list.at(row), head) = kept;
 }
 
