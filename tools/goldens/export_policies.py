@@ -2,7 +2,7 @@
 """Writes core/test/golden/policies/<model>.json: every policy's kept positions, pages, mass and logits on tiny models.
 
 Usage: export_policies.py [core/test/golden [SmolLM2.gguf | --evicting | --heads | --retrieval | --offloading |
-                                              --sampling | --text]]
+                                              --sampling | --others | --text]]
 Format: README.md in this folder. For the tiny models it tries token seeds until no selection depends on rounding.
 With --evicting it writes only <model>-evicting.json, the cases of evicting_policies.py. The other groups do alike.
 With --text it writes only recall.json: one case of each policy on real text, by the model datasets/models/recall.
@@ -185,13 +185,60 @@ SAMPLING = {
     "subgen_no_sketch": {**SUBGEN, "sketch": False},
 }
 
-LONG_LISTS = {spec["name"] for specs in (RETRIEVAL, OFFLOADING, SAMPLING) for spec in specs.values()}  # fewer steps
+TOVA = {"name": "tova", "budget": BUDGET}
+KEYDIFF = {"name": "keydiff", "budget": BUDGET}
+RANDOM = {"name": "random", "budget": BUDGET, "seed": 3}
+EXPECTED = {"name": "expected_attention", "budget": BUDGET, "horizon": 64}
+ORACLE = {"name": "oracle", "budget": BUDGET, "page_size": 4, "dense_layers": 1, "min_pages": 3}
+LSERVE = {"name": "lserve", "page_size": 4, "sinks": 3, "window": 10, "tokens": 24, "choose_every": 3,
+          "profile": DUO["profile"]}
+HETEROCACHE = {"name": "heterocache", "budget": {"tokens": 56}, "threshold": 0.55, "check_every": 3, "window": 3,
+               "profile": {"role": [[2, 3], [3, 2], [0, 1]], "pivot_of": [[-1, 0], [1, -1], [-1, -1]],
+                           "stable": [[0.8, 0.6], [0.3, 0.9], [0.7, 0.4]]}}
+UNSTABLE = {**HETEROCACHE["profile"], "stable": [[0.8, 0.02], [0.3, 0.9], [0.7, 0.4]]}
+MINICACHE = {"name": "minicache", "start": 0.5, "t": 0.6, "exact": 0.05}
+LEANKV = {"name": "leankv", "page_size": 4, "window": 12, "high_from": 1.0, "low_from": 0.7}
+OTHERS = {
+    "tova": TOVA,
+    "tova_keep_last": {**TOVA, "keep_last": True},
+    "tova_seldom": {**TOVA, "every": 5},
+    "keydiff": KEYDIFF,
+    "keydiff_decoding": {**KEYDIFF, "every": 3},
+    "random": RANDOM,
+    "random_redraw": {**RANDOM, "redraw": True, "sinks": 2, "recent": 5, "every": 2},
+    "expected_attention": EXPECTED,
+    "expected_attention_mean_query": {**EXPECTED, "covariance": False, "sinks": 0, "epsilon": 0.01},
+    "expected_attention_no_values": {**EXPECTED, "values": False, "horizon": 512},
+    "oracle": ORACLE,
+    "oracle_max": {**ORACLE, "group": "max", "dense_layers": 0},
+    "oracle_tokens": {**ORACLE, "page_size": 1},
+    "lserve": LSERVE,
+    "lserve_no_reuse": {**LSERVE, "reuse": False, "sparsity": 0.75, "group": "mean"},
+    "lserve_softmax_mean": {**LSERVE, "group": "softmax_mean", "scale": 0.5, "sinks": 0},
+    "heterocache": HETEROCACHE,
+    "heterocache_sliding": {**HETEROCACHE, "check_every": 1, "window": 4, "stagger": False, "kernel": 3},
+    "heterocache_no_retrieval": {**HETEROCACHE, "retrieval": False, "allocation": False},
+    "heterocache_excess": {**HETEROCACHE, "budget": {"tokens": 70}, "profile": UNSTABLE},
+    "heterocache_excess_is_lost": {**HETEROCACHE, "budget": {"tokens": 70}, "profile": UNSTABLE, "fill": False, "asynchrony": False},
+    "minicache": MINICACHE,
+    "minicache_all": {**MINICACHE, "start": 0.0, "t": 0.3, "exact": 0.0},
+    "leankv": LEANKV,
+    "leankv_token_unit": {**LEANKV, "unit": "i", "window": 6, "high_from": 0.8, "low_from": 0.4},
+    "leankv_no_low": {**LEANKV, "high_from": 0.7},
+    "razor_attention_compensation": {**RAZOR, "compensation": True},
+    "razor_attention_compensation_prompt": {**RAZOR, "compensation": True, "while_decoding": False},
+}
+
+LONG_LISTS = {spec["name"] for specs in (RETRIEVAL, OFFLOADING, SAMPLING, OTHERS) for spec in specs.values()}  # fewer steps
 
 # Real text, on a model of 8 layers and 4 KV heads. PROFILE's rows are those of a layer.
 TEXT_PROMPT, TEXT_FORCED = 120, 6
 PROFILE = {"gate": [[.3, .9, .1, .5], [.6, .1, .8, .2], [.6, .0, .4, .7], [.2, .5, .5, .9]] * 2,
            "induction": [[.2, .5, .1, .3], [.1, .5, .6, .0], [.6, .3, .2, .4], [.9, .1, .0, .8]] * 2,
            "echo": [[.1, .2, .9, .0], [.7, .1, .3, .2], [.7, .3, .1, .6], [.0, .4, .2, .5]] * 2,
+           "role": [[2, 3, 3, 1], [0, 2, 3, 3], [3, 2, 0, 0], [2, 3, 2, 3]] * 2,
+           "pivot_of": [[-1, 0, 0, -1], [-1, -1, 1, 1], [1, -1, -1, -1], [-1, 0, -1, 2]] * 2,
+           "stable": [[.8, .6, .4, .3], [.7, .9, .5, .6], [.3, .8, .7, .9], [.6, .4, .8, .7]] * 2,
            "unstable": [[1, 0, 0, 0], [0, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0]] * 2}
 TEXT = {name: specs[name] for specs, names in (
     (CASES, "window streaming_llm snapkv snapkv_pyramid snapkv_adakv h2o knorm quest"),
@@ -199,12 +246,14 @@ TEXT = {name: specs[name] for specs, names in (
     (HEADS, "duo_attention razor_attention omnikv sparq"),
     (RETRIEVAL, "arkvale twilight clusterkv squeezed_attention infllm infinigen shadowkv think fastgen"),
     (OFFLOADING, "freekv flexicache flexicache_waits"),
-    (SAMPLING, "magicpig subgen")) for name in names.split()}
+    (SAMPLING, "magicpig subgen"),
+    (OTHERS, "tova keydiff random expected_attention oracle lserve heterocache minicache razor_attention_compensation"),
+) for name in names.split()}
 TEXT = {name: {**spec, **({"profile": {array: PROFILE[array] for array in spec["profile"]}} if "profile" in spec else {})}
         for name, spec in TEXT.items()}
 
 GROUPS = {"": CASES, "--evicting": EVICTING, "--heads": HEADS, "--retrieval": RETRIEVAL, "--offloading": OFFLOADING,
-          "--sampling": SAMPLING}
+          "--sampling": SAMPLING, "--others": OTHERS}
 
 REAL = {name: {"name": name, "budget": {"tokens": 64}}
         for name in ("streaming_llm", "snapkv", "h2o", "knorm", "quest")}

@@ -52,6 +52,12 @@ class DuoAttention(HeadClasses):
 
 
 class RazorAttention(HeadClasses):
+    """What a head dropped is there as one more token: the mean of the keys and of the values, as many times as they were."""
+
+    def configure(self, spec):
+        super().configure(spec)
+        self.compensates, self.gone, self.held = spec.get("compensation", True), {}, {}
+
     def classes(self, spec):
         of_heads = self.model.layers * self.model.kv_heads
         induction = greatest(spec["profile"]["induction"], int(spec.get("induction", 0.14) * of_heads + 0.5))
@@ -60,8 +66,31 @@ class RazorAttention(HeadClasses):
     def window_of(self, seen):
         return max(self.spec.get("window", 4000), int(self.spec.get("window_share", 0.2) * seen))
 
+    def prompt(self, layer, prompt):
+        if self.compensates:
+            self.held = {kv: (prompt.k[kv], prompt.v[kv]) for kv in range(self.model.kv_heads)}
+        return super().prompt(layer, prompt)
+
     def after(self, layer, kept, mass):
         return super().after(layer, kept, mass) if self.spec.get("while_decoding", True) else kept
+
+    def cut(self, layer, kept, seen):
+        stays = super().cut(layer, kept, seen)
+        for kv, (before, left) in enumerate(zip(kept, stays) if self.compensates else ()):
+            out = torch.tensor([position not in left for position in before.tolist()])
+            if out.any():
+                self.gone.setdefault((layer, kv), []).extend(zip(*(side[out] for side in self.held[kv])))
+        return stays
+
+    def attend(self, layer, kv, q, keys, values):
+        self.held[kv] = keys, values
+        if not self.compensates or (layer, kv) not in self.gone:
+            return super().attend(layer, kv, q, keys, values)
+        key, value = (torch.stack(side).mean(0, keepdim=True) for side in zip(*self.gone[layer, kv]))
+        logits = q @ torch.cat([keys, key]).T / keys.shape[-1]**0.5
+        logits[:, -1] += torch.tensor(float(len(self.gone[layer, kv]))).log()
+        shares = logits.softmax(-1)
+        return shares @ torch.cat([values, value]), shares[:, :-1]
 
 
 class OmniKv(Full):

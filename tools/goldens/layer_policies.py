@@ -1,4 +1,4 @@
-"""CriticalKV, and divisions of a budget over layers (ZigZagKV, CAKE), in plain torch, from the papers' method descriptions.
+"""CriticalKV, MiniCache, and divisions of a budget over layers (ZigZagKV, CAKE), in plain torch, from the papers' method descriptions.
 
 A division needs the prompt's numbers of all layers, so its policy prunes nothing until `finish_prompt`.
 """
@@ -8,7 +8,7 @@ import torch
 
 import policies
 from evicting_policies import Cake
-from policies import SnapKv, top
+from policies import Full, SnapKv, top
 
 
 class CriticalKv(SnapKv):
@@ -155,4 +155,32 @@ def cake_budgets(preferences, total, most):
     return counts
 
 
-policies.POLICIES.update(criticalkv=CriticalKv, zigzagkv=ZigZagKv, cake_over_layers=CakeOverLayers)
+class MiniCache(Full):
+    """Pairs of layers share the direction of a token's key, and of its value; lengths stay each layer's own."""
+
+    def configure(self, spec):
+        self.t, self.exact = spec.get("t", 0.6), spec.get("exact", 0.05)
+        self.begin = min(int(self.model.layers * spec.get("start", 0.5)), self.model.layers - 2)
+
+    def finish_cache(self, keys, values):
+        for layer in range(self.begin, self.model.layers - 1, 2):
+            for side in keys, values:
+                for kv in range(self.model.kv_heads):
+                    former, own = shared_direction(side[layer][kv], side[layer + 1][kv], self.t, self.exact)
+                    side[layer][kv], side[layer + 1][kv] = former, own
+
+
+def shared_direction(former, own, t, exact):
+    """former and own [n, D] of two layers: with one direction, but for ceil(exact * n) tokens of most different ones."""
+    a, b = former.double(), own.double()
+    u, v = (x / x.norm(dim=1, keepdim=True) for x in (a, b))
+    angle = (u * v).sum(1).clamp(-1, 1).acos()
+    direction = (((1 - t) * angle).sin()[:, None] * u + (t * angle).sin()[:, None] * v) / angle.sin()[:, None]
+    direction = direction / direction.norm(dim=1, keepdim=True)
+    stays = torch.zeros(len(a), dtype=torch.bool)
+    stays[top(angle, math.ceil(exact * len(a)))] = True
+    merged = [torch.where(stays[:, None], x, direction * x.norm(dim=1, keepdim=True)) for x in (a, b)]
+    return merged[0].to(former.dtype), merged[1].to(own.dtype)
+
+
+policies.POLICIES.update(minicache=MiniCache, criticalkv=CriticalKv, zigzagkv=ZigZagKv, cake_over_layers=CakeOverLayers)

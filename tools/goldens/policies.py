@@ -89,6 +89,10 @@ class Full:
         """(sinks, window) of each KV head, as llama.prompt_attention takes them, or None."""
         return None
 
+    def encode(self, layer, side, x):
+        """What the cache stores of new keys or values x [Hkv, tokens, D]; side: "key" or "value"."""
+        return int8_per_token(x) if self.spec.get("codec") == "int8" else x
+
     def prompt(self, layer, prompt):
         """Kept positions per KV head."""
         return [torch.arange(prompt.n)] * self.model.kv_heads
@@ -100,6 +104,9 @@ class Full:
     def finish_prompt(self, kept, n):
         """Kept positions [layer][kv_head] after the prompt's last layer."""
         return kept
+
+    def finish_cache(self, keys, values):
+        """Changes what the cache stores of the prompt, of all layers: [layer][Hkv, n, D] each."""
 
     def enter(self, layer, x, position):
         """The residual stream x [1, hidden] in front of a layer of a decode step."""
@@ -223,10 +230,7 @@ class Quest(Full):
             score = (q * torch.stack([page.mean(1) for page in pages], 1)[:, None]).sum(-1)
         score = score * self.scale
         if self.group == "softmax_mean":
-            if self.last_page:  # a pinned page stays out of the softmax
-                score = F.pad(score[..., :-1].softmax(-1), (0, 1))
-            else:
-                score = score.softmax(-1)
+            score = score.softmax(-1)
         rule = "mean" if self.group == "softmax_mean" else self.group
         return group_reduce(score.reshape(-1, len(pages)), self.model.kv_heads, rule)
 

@@ -14,25 +14,29 @@ import torch
 
 import llama
 import policies
-import evicting_policies  # noqa: F401  (adds its policies)
+import coding_policies  # noqa: F401  (adds its policies)
+import evicting_policies  # noqa: F401
 import head_policies  # noqa: F401
 import layer_policies  # noqa: F401
 import offloading_policies  # noqa: F401
+import profile_policies  # noqa: F401
 import retrieval_policies  # noqa: F401
 import sampling_policies  # noqa: F401
+import scoring_policies  # noqa: F401
 
 
 class LayerCache:
     """All keys and values that a layer has seen, exact and as the codec stores them; policies index them by position."""
 
-    def __init__(self, model, codec, cache_relative):
-        self.model, self.codec, self.cache_relative = model, codec, cache_relative
+    def __init__(self, model, policy, layer):
+        self.model, self.policy, self.layer, self.cache_relative = model, policy, layer, policy.cache_relative
         self.k = self.v = self.stored_k = self.stored_v = None  # [Hkv, t, D]; k rotated to its position
 
     def append(self, raw_k, v, begin):
         k = self.model.rotate(raw_k, torch.arange(begin, begin + raw_k.shape[1]))
-        encode = policies.int8_per_token if self.codec == "int8" else lambda x: x
-        fresh = (k, v, encode(raw_k if self.cache_relative else k), encode(v))
+        stored = [self.policy.encode(self.layer, side, x) for side, x in
+                  (("key", raw_k if self.cache_relative else k), ("value", v))]
+        fresh = (k, v, *stored)
         old = (self.k, self.v, self.stored_k, self.stored_v)
         self.k, self.v, self.stored_k, self.stored_v = (
             new if before is None else torch.cat([before, new], 1) for before, new in zip(old, fresh))
@@ -55,7 +59,7 @@ class Run:
 def run(model, spec, prompt, forced):
     policy, result = policies.make(spec, model), Run()
     policy.text = [*prompt, *forced]
-    caches = [LayerCache(model, spec.get("codec"), policy.cache_relative) for _ in range(model.layers)]
+    caches = [LayerCache(model, policy, layer) for layer in range(model.layers)]
     with torch.no_grad():
         kept = prefill(model, policy, caches, prompt, result)
         for step, token in enumerate(forced):
@@ -80,6 +84,9 @@ def prefill(model, policy, caches, ids, result):
             cache.stored_k = keys
         x = model.after_attention(layer, x, attended)
     kept = policy.finish_prompt(kept, n)
+    for cache in caches:
+        cache.stored_k, cache.stored_v = cache.stored_k.clone(), cache.stored_v.clone()
+    policy.finish_cache([cache.stored_k for cache in caches], [cache.stored_v for cache in caches])
     result.kept.append([list(layer) for layer in kept])
     result.logits.append(model.logits(x[-1:])[0])
     return kept

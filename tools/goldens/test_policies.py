@@ -11,9 +11,11 @@ import layer_policies
 import llama
 import offloading_policies as offloading
 import policies
+import profile_policies as profiled
 import reference_policies as reference
 import retrieval_policies as retrieval
 import sampling_policies as sampling
+import scoring_policies as scoring
 
 TINY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../core/test/golden/tiny")
 
@@ -215,7 +217,7 @@ def test_razor_attention():
     marks = policies.make(spec, model(8, layers=32)).everything
     assert marks.flatten().nonzero()[:, 0].tolist() == [0, 1, 2] + list(range(220, 256))
     # The card's case without the compensation token: 2 sinks and 4 newest tokens of 10.
-    small = {**spec, "sinks": 2, "window": 4, "window_share": 0, "induction": 0, "echo": 0,
+    small = {**spec, "compensation": False, "sinks": 2, "window": 4, "window_share": 0, "induction": 0, "echo": 0,
              "profile": {"induction": [[0]], "echo": [[0]]}}
     assert lists(policies.make(small, model()).prompt(0, prompt(10))) == [[0, 1, 6, 7, 8, 9]]
     assert lists(policies.make({**small, "window_share": .6}, model()).prompt(0, prompt(10))) == [[0, 1, 4, 5, 6, 7, 8, 9]]
@@ -347,7 +349,8 @@ def test_fastgen():
 
 
 def test_freekv():
-    policy = policies.make({"name": "freekv", "sinks": 512, "window": 512, "budget": {"tokens": 2048}, "page_size": 32}, model())
+    spec = {"name": "freekv", "sinks": 512, "window": 512, "budget": {"tokens": 2048}, "page_size": 32}
+    policy = policies.make(spec, model())
     assert len(policy.pinned(8192)) == 32
     keys = torch.randn(8192, 2, generator=torch.Generator().manual_seed(0))
     policy.choose(0, 0, torch.ones(1, 2), keys)
@@ -403,6 +406,93 @@ def test_subgen():
     assert abs(both - (20 / 3 + 7) / 3) < 1e-6
     assert sketch.add(torch.tensor([2.]), torch.zeros(1), [0, 0, 0]) == [1, 0, -1]  # a value of zeros is never drawn
     assert [cluster[1] for cluster in sketch.clusters] == [2, 1]
+
+
+def test_tova():
+    rows = torch.tensor([[.5, .1, .2, .2], [.1, .1, .6, .2]])
+    tova = policies.make({"name": "tova", "budget": {"tokens": 3}}, model(kv_heads=2))
+    assert lists(tova.prompt(0, prompt(4, last_rows=rows[:, None]))) == [[0, 2, 3]] * 2
+    for keep_last, expected in ((False, [0, 1, 2]), (True, [0, 2, 3])):
+        tova = policies.make({"name": "tova", "budget": {"tokens": 3}, "keep_last": keep_last}, model())
+        tova.attended(0, None, None, None, [torch.tensor([[.3, .1, .55, .05]])])
+        assert lists(tova.after(0, [torch.arange(4)], [None])) == [expected]
+
+
+def test_keydiff():
+    keys = torch.tensor([[[2., 0], [1, 0], [0, 1], [3, 0]]])  # the anchor is (3, 1) / 4
+    assert lists(policies.make({"name": "keydiff", "budget": {"tokens": 2}}, model()).prompt(0, prompt(4, k=keys))) == [[0, 2]]
+
+
+def test_expected_attention():
+    tiny = llama.Llama(os.path.join(TINY, "llama-gqa3"), torch.float64)
+    rotation = scoring.mean_rotation(tiny, 16, 100, 3)
+    x, positions = torch.randn(1, 1, 16).double(), torch.tensor([100, 101, 102])
+    assert torch.allclose(rotation @ x[0, 0], tiny.rotate(x.expand(1, 3, 16), positions)[0].mean(0))
+    # The queries (1, +-sqrt(2)) have the mean (1, 0) and the variance 2 along the second axis.
+    fixed = SimpleNamespace(kv_heads=1, dtype=torch.float64, rotate=lambda x, positions: x, expand=lambda keys: keys)
+    q, k = torch.tensor([[[1., 2**.5], [1, -2**.5]]]), torch.tensor([[[1., 0], [0, 1]]])
+    v = torch.tensor([[[1., 0], [0, 2]]])
+    for more, expected in (({}, [.5516, .8968]), ({"values": False}, [.5516, .4484]),
+                           ({"values": False, "covariance": False}, torch.tensor([.5**.5, 0]).softmax(0).tolist())):
+        policy = policies.make({"name": "expected_attention", "sinks": 0, **more}, fixed)
+        assert torch.allclose(policy.score(q, k, v, 2)[0], torch.tensor(expected).double(), atol=1e-4)
+
+
+def test_oracle():
+    policy = policies.make({"name": "oracle", "page_size": 2, "budget": {"tokens": 2}, "min_pages": 1, "dense_layers": 0},
+                           SimpleNamespace(kv_heads=1, group=1, expand=lambda keys: keys))
+    keys = torch.tensor([[[3.], [0], [2.9], [2.9], [3.2]]])
+    assert lists(policy.select(0, torch.ones(1, 1), keys, None)[1]) == [[1]]
+
+
+def test_lserve():
+    spec = {"name": "lserve", "page_size": 64, "profile": {"gate": [[0., 1]]}, "sinks": 128, "window": 256}
+    for reuse, chosen in ((True, 63), (False, 64)):
+        policy = policies.make({**spec, "reuse": reuse}, model(kv_heads=2))
+        keys = torch.randn(2, 6401, 2, generator=torch.Generator().manual_seed(0))
+        kept = policy.prompt(0, prompt(6400, q=torch.ones(2, 6400, 2), k=keys[:, :6400]))
+        assert [len(head) for head in kept] == [384, 6400]
+        pages = policy.select(0, torch.ones(2, 2), keys, [torch.cat([head, torch.tensor([6400])]) for head in kept])[1]
+        assert len(pages[0]) == 7 and len(pages[1]) == chosen and pages[1][-1] == 100
+
+
+def test_heterocache():
+    roles = [[2, 1, 3, 3, 3, 3, 3, 3]]
+    spec = {"name": "heterocache", "budget": {"tokens": 500},
+            "profile": {"role": roles, "pivot_of": [[-1, -1] + [0] * 6], "stable": [[1, 1, .9, .8, .6, .5, .5, .4]]}}
+    policy = policies.make(spec, model(kv_heads=8))
+    tokens, base = policy.divide(1000)
+    assert base == 333 and tokens.tolist() == [[1000, 1000, 210, 237, 316, 379, 379, 474]]
+    pooled = policies.make({**spec, "kernel": 3}, model()).pooled(torch.tensor([[.6, 0, 0, .3], [0, .3, .3, 0]]))
+    assert torch.allclose(pooled, torch.tensor([.2, .2, .2, .1]))
+    pivot = {"role": [[2, 3]], "pivot_of": [[-1, 0]], "stable": [[1, 1]]}
+    for threshold, drifts in ((.5, False), (.6, True)):
+        policy = policies.make({**spec, "profile": pivot, "threshold": threshold}, model(kv_heads=2))
+        policy.n, policy.of_base, policy.own[0, 1] = 8, 4, 2
+        policy.base[0, 0], policy.overlaps[0, 0], policy.steps[0] = {1, 2, 3, 4}, [1., .5, .25, .25], 4
+        policy.scores = {0: torch.tensor([.1, .6, .7, .8, .2, .0, .0, .9])}  # 3 of 4 are among the best
+        kept = policy.after(0, [torch.arange(9), torch.tensor([1, 2, 8])], None)
+        assert lists(kept)[1] == ([3, 7, 8] if drifts else [1, 2, 8])
+
+
+def test_minicache():
+    former, own = layer_policies.shared_direction(torch.tensor([[0., 3]]), torch.tensor([[2., 0]]), .6, 0)
+    assert torch.allclose(own, torch.tensor([[1.6180, 1.1756]]), atol=1e-4)
+    assert torch.allclose(former, torch.tensor([[2.4271, 1.7634]]), atol=1e-4)
+    a, b = torch.tensor([[1., 0], [0, 1]]), torch.tensor([[1., .1], [1, 0]])
+    former, own = layer_policies.shared_direction(a, b, .6, .5)
+    assert former[1].tolist() == [0, 1] and own[1].tolist() == [1, 0] and not torch.equal(own[0], b[0])
+
+
+def test_compensation():
+    spec = {"name": "razor_attention", "sinks": 2, "window": 4, "window_share": 0.0, "induction": 0, "echo": 0,
+            "profile": {"induction": [[0.]], "echo": [[0.]]}}
+    policy = policies.make(spec, model())
+    values = torch.arange(10.)[None, :, None]
+    assert lists(policy.prompt(0, prompt(10, k=torch.zeros(1, 10, 1), v=values))) == [[0, 1, 6, 7, 8, 9]]
+    # All keys are alike, so four tokens with their mean give what they would have given themselves.
+    held = torch.zeros(6, 1), values[0, [0, 1, 6, 7, 8, 9]]
+    assert abs(policy.attend(0, 0, torch.ones(1, 1), *held)[0].item() - 4.5) < 1e-6
 
 
 def test_budgets():
