@@ -639,7 +639,8 @@ Selection Engine::select(const DecodeLayer& l, Fit& fit) {
         needs_.any_mass() != Mass::none)
       throw Error(Errc::plugin,
                   "select: got a bias on logits twice, beside a list of pages, or with mass or logits to keep, wanted "
-                  "it once, with a list of tokens or without a list");
+                  "it once, with a list of tokens or without a list: attention to pages, and attention that leaves "
+                  "mass or logits, adds no bias");
     read.bias = edits.biases().front();
     const auto& extent = read.bias.extent;
     if (extent[0] < std::ssize(*l.slots) || extent[1] != store_->shape().query_heads || extent[2] < l.room)
