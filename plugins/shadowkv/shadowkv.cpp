@@ -29,7 +29,9 @@ class ShadowKv final : public kvlab::Policy {
         throw kvlab::Error(kvlab::Errc::config, std::string("got group ") + name + ", wanted max or mean");
   }
 
-  kvlab::Needs needs() const override { return kvlab::Needs{}.functional(true).capturable(true).scratch_numbers(6); }
+  kvlab::Needs needs() const override {
+    return kvlab::Needs{}.functional(true).finish_prompt(factorises_).capturable(true).scratch_numbers(6);
+  }
 
   void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
     const int width = shape.kv_heads * shape.head_dim;
@@ -50,6 +52,9 @@ class ShadowKv final : public kvlab::Policy {
                                                   " tokens, wanted a multiple of " + std::to_string(chunk_) +
                                                   ", the tokens of a chunk");
     kept_ = kvlab::KeptChunks("chunks", shape, chunk_, w);
+    if (factorises_)
+      directions_ = kvlab::RankDirections::in(
+          w.room("directions of keys", kvlab::RankDirections::bytes(shape.layers, width)), shape.layers, width);
     const std::vector<std::int32_t> most(static_cast<std::size_t>(shape.max_slots * shape.kv_heads),
                                          tokens / chunk_ - outliers_ - local_);
     most_ = kvlab::View<const std::int32_t, 2>::dense(
@@ -57,20 +62,23 @@ class ShadowKv final : public kvlab::Policy {
         {shape.max_slots, shape.kv_heads});
   }
 
-  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits&, kvlab::Stream s) override {
     if (!limited_ || !kv.last[0]) return;
     const kvlab::KeyChunks& chunks = kept_.of(kv);
     kvlab::ops::chunk_keys(kv.pages, local_, outliers_, chunks, s);
-    if (!factorises_ || kv.budget_tokens(0) >= kv.position[0]) return;  // a step reads the prompt as a whole
-    const auto rows = [&](const char* tag) {
-      return kv.scratch<float>(tag, {kv.rows(), kv.kv_heads(), kv.max_length, kv.pages.head_dim});
-    };
-    const auto keys = rows("keys"), exact = rows("exact keys");
+    if (rewrites(kv)) kvlab::ops::row_products(kv.pages, keys_before_rope(kv, s), directions_, kv.layer, s);
+  }
+
+  // A prompt has one row, and its callbacks of all layers come one after the other.
+  void finish_prompt(const kvlab::LayerKv& kv, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (!limited_ || !rewrites(kv)) return;
+    if (kv.layer == 0) kvlab::ops::rank_directions(directions_, rank_, s);
+    const auto exact = rows(kv, "exact keys");
     kvlab::ops::read_rows(kv.keys, exact, s);
-    kvlab::ops::read_rows(kv.keys, keys, s);
-    kvlab::ops::turn_rows(kv.pages, kvlab::ops::RopeTurn::off, keys, s);
-    kvlab::ops::low_rank(kv.pages, rank_, keys, s);
+    const auto keys = keys_before_rope(kv, s);
+    kvlab::ops::project_rows(kv.pages, directions_, kv.layer, rank_, keys, s);
     kvlab::ops::turn_rows(kv.pages, kvlab::ops::RopeTurn::on, keys, s);
+    const kvlab::KeyChunks& chunks = kept_.of(kv);
     const auto whole = kv.list<kvlab::TokenList>("tokens that stay exact", kv.max_length);
     kvlab::ops::chunk_tokens(kv.pages, {}, {}, chunks, whole, s);
     kvlab::ops::copy_rows(kv.pages, whole, exact, keys, s);
@@ -89,10 +97,24 @@ class ShadowKv final : public kvlab::Policy {
   }
 
  private:
+  // Else a step reads the prompt as a whole. All layers have the same budget.
+  bool rewrites(const kvlab::LayerKv& kv) const { return factorises_ && kv.budget_tokens(0) < kv.position[0]; }
+
+  static kvlab::View<float, 4> rows(const kvlab::LayerKv& kv, const char* tag) {
+    return kv.scratch<float>(tag, {kv.rows(), kv.kv_heads(), kv.max_length, kv.pages.head_dim});
+  }
+  static kvlab::View<float, 4> keys_before_rope(const kvlab::LayerKv& kv, kvlab::Stream s) {
+    const auto keys = rows(kv, "keys");
+    kvlab::ops::read_rows(kv.keys, keys, s);
+    kvlab::ops::turn_rows(kv.pages, kvlab::ops::RopeTurn::off, keys, s);
+    return keys;
+  }
+
   int rank_, chunk_, outliers_, local_, divisor_;
   kvlab::GroupRule group_;
   bool factorises_, limited_ = false;
   kvlab::KeptChunks kept_;
+  kvlab::RankDirections directions_;
   kvlab::View<const std::int32_t, 2> most_;
 };
 

@@ -3,6 +3,30 @@
 #pragma once
 #include "kvlab/kv.hpp"
 #include "kvlab/stream.hpp"
+#include "kvlab/workspace.hpp"
+
+namespace kvlab {
+
+// Memory for the directions of several layers' rows, for a policy that takes them at a prompt's end. With w = kv_heads
+// * head_dim, a layer has two matrices [w, w] and six vectors [w], all f64.
+struct RankDirections {
+  View<double, 3> products;  // [layer, w, w] X^T X, then the op's own
+  View<double, 3> vectors;   // [layer, vector, w] eigenvectors
+  View<double, 3> numbers;   // [6, layer, w] the op's own
+
+  static constexpr std::size_t bytes(std::int64_t layers, std::int64_t w) {
+    return static_cast<std::size_t>(layers * w * (2 * w + 6)) * sizeof(double);
+  }
+  // Of memory of so many bytes.
+  static RankDirections in(void* memory, std::int64_t layers, std::int64_t w) {
+    auto* data = static_cast<double*>(memory);
+    const std::int64_t all = layers * w * w;
+    return {View<double, 3>::dense(data, {layers, w, w}), View<double, 3>::dense(data + all, {layers, w, w}),
+            View<double, 3>::dense(data + 2 * all, {6, layers, w})};
+  }
+};
+
+}  // namespace kvlab
 
 namespace kvlab::ops {
 
@@ -16,5 +40,16 @@ namespace kvlab::ops {
 // With w = kv_heads * head_dim it multiplies about n w^2 + 6 w^3 times. One block of a GPU makes the tridiagonal form.
 // A GPU takes w up to 4096: Errc::unsupported. Bytes: the rows, three times.
 void low_rank(const PagedKv& kv, int rank, View<float, 4> rows, Stream s);
+
+// low_rank in three parts, for a prompt: kv has one row. A chain of steps makes a layer's eigenvectors. So those of all
+// layers are made together, at the prompt's end: a thread of the CPU takes a layer, and a block of a GPU does.
+
+// directions.products[layer] = X^T X. Bytes: the rows.
+void row_products(const PagedKv& kv, View<const float, 4> rows, const RankDirections& directions, int layer, Stream s);
+// Makes the eigenvectors of all layers of `directions`. It changes their products.
+void rank_directions(const RankDirections& directions, int rank, Stream s);
+// X = X V V^T with the layer's vectors. `rank` as for rank_directions. Bytes: the rows, twice, and the vectors.
+void project_rows(const PagedKv& kv, const RankDirections& directions, int layer, int rank, View<float, 4> rows,
+                  Stream s);
 
 }  // namespace kvlab::ops

@@ -10,6 +10,7 @@
 
 #include "base/device_op.hpp"
 #include "ops/page/check.hpp"
+#include "ops/page/extents.hpp"
 #include "ops/score/channels.hpp"
 
 namespace kvlab::ops {
@@ -23,6 +24,8 @@ struct Joint {
   View<float, 4> rows;
   int row, tokens = 0, width;
 
+  Joint(const PagedKv& of, const View<const float, 4>& from, int r)
+      : Joint(of, View<float, 4>{const_cast<float*>(from.data), from.extent, from.stride}, r) {}
   Joint(const PagedKv& of, const View<float, 4>& from, int r)
       : kv(of), rows(from), row(r), width(of.kv_heads * of.head_dim) {
     for (int h = 0; h < kv.kv_heads; ++h) tokens = std::max(tokens, kv.tokens(row, h));
@@ -39,10 +42,12 @@ struct Joint {
   }
 };
 
-Numbers gram_of(const Joint& x) {
+// g [width, width] = X^T X
+void fill_products(const Joint& x, double* g) {
   const auto w = static_cast<std::size_t>(x.width);
   constexpr int at_once = 64;
-  Numbers g(w * w), block(w * at_once);
+  Numbers block(w * at_once);
+  std::fill_n(g, w * w, 0.);
   for (int first = 0; first < x.tokens; first += at_once) {
     const int count = std::min(at_once, x.tokens - first);
     for (int t = 0; t < count; ++t) x.read(first + t, &block[static_cast<std::size_t>(t) * w]);
@@ -51,25 +56,25 @@ Numbers gram_of(const Joint& x) {
       for (int t = 0; t < count; ++t) {
         const double* of = &block[static_cast<std::size_t>(t) * w];
         const double y = of[i];
-        double* to = &g[static_cast<std::size_t>(i) * w];
+        double* to = g + static_cast<std::size_t>(i) * w;
         for (int j = 0; j <= i; ++j) to[j] += y * of[j];
       }
   }
   for (std::size_t i = 0; i < w; ++i)
     for (std::size_t j = 0; j < i; ++j) g[j * w + i] = g[i * w + j];
-  return g;
 }
 
 // Eigenvectors [vector][element] of a symmetric matrix, and their values. Elements change independently of each other,
 // so they lie side by side.
-Numbers eigenvectors(Numbers& a, int n, Numbers& values) {
+void eigenvectors(double* a, int n, double* z, double* values) {
   const auto w = static_cast<std::size_t>(n);
-  Numbers z(w * w), v(w), p(w), beside(w), cosine(w), sine(w);
-  values.assign(w, 0);
+  Numbers v(w), p(w), beside(w), cosine(w), sine(w);
+  std::fill_n(values, w, 0.);
+  std::fill_n(z, w * w, 0.);
   for (std::size_t i = 0; i < w; ++i) z[i * w + i] = 1;
-  const auto row = [&](Numbers& x, int i) { return &x[static_cast<std::size_t>(i) * w]; };
+  const auto row = [&](double* x, int i) { return x + static_cast<std::size_t>(i) * w; };
   for (int k = 0; k < n; ++k) {
-    values[static_cast<std::size_t>(k)] = row(a, k)[k];
+    values[k] = row(a, k)[k];
     if (k + 1 == n) break;
     double tail = 0;
     for (int j = k + 2; j < n; ++j) tail += row(a, k)[j] * row(a, k)[j];
@@ -105,7 +110,7 @@ Numbers eigenvectors(Numbers& a, int n, Numbers& values) {
       for (int i = 0; i < n; ++i) to[i] -= of[j] * cosine[static_cast<std::size_t>(i)];
     }
   }
-  QlSteps steps{values.data(), beside.data(), cosine.data(), sine.data(), n};
+  QlSteps steps{values, beside.data(), cosine.data(), sine.data(), n};
   while (steps.next()) {
     constexpr int at_once = 512;
 #pragma omp parallel for schedule(static) if (worth_threads(std::int64_t{n} * (steps.last - steps.first)))
@@ -122,38 +127,53 @@ Numbers eigenvectors(Numbers& a, int n, Numbers& values) {
       }
     }
   }
-  return z;
 }
 
-std::vector<int> falling(const Numbers& values) {
-  std::vector<int> order(values.size());
-  for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
-  std::sort(order.begin(), order.end(), [&](int i, int j) {
-    return is_greater(values[static_cast<std::size_t>(i)], i, values[static_cast<std::size_t>(j)], j);
-  });
+// Indices of the values, the greatest first.
+std::vector<int> falling(const double* values, int n) {
+  std::vector<int> order(static_cast<std::size_t>(n));
+  for (int i = 0; i < n; ++i) order[static_cast<std::size_t>(i)] = i;
+  std::sort(order.begin(), order.end(), [&](int i, int j) { return is_greater(values[i], i, values[j], j); });
   return order;
 }
 
-void project(const Joint& x, int rank) {
-  const auto w = static_cast<std::size_t>(x.width);
-  Numbers gram = gram_of(x), values;
+// What `numbers` holds of a layer, as on a GPU.
+double& energy_of(const RankDirections& d, int layer) { return (&d.numbers(4, 0, 0))[layer]; }
+std::int32_t* order_of(const RankDirections& d, int layer) {
+  return reinterpret_cast<std::int32_t*>(&d.numbers(5, 0, 0)) + layer * d.vectors.extent[2];
+}
+
+void make_directions(const RankDirections& d, int layer, int rank) {
+  const auto n = static_cast<int>(d.vectors.extent[2]);
+  const auto w = static_cast<std::size_t>(n);
+  double *a = &d.products(layer, 0, 0), *values = &d.numbers(3, layer, 0);
   double energy = 0;
-  for (std::size_t i = 0; i < w; ++i) energy += gram[i * w + i];
+  for (std::size_t i = 0; i < w; ++i) energy += a[i * w + i];
+  energy_of(d, layer) = energy;
+  if (energy == 0 || !std::isfinite(energy)) return;
+  for (std::size_t i = 0; i < w * w; ++i) a[i] /= energy;
+  eigenvectors(a, n, &d.vectors(layer, 0, 0), values);
+  const std::vector<int> order = falling(values, n);
+  const RankSide side = RankSide::of(rank, n);
+  std::copy_n(order.begin() + side.first, side.count, order_of(d, layer));
+}
+
+void project(const Joint& x, const RankDirections& d, int layer, int rank) {
+  const auto w = static_cast<std::size_t>(x.width);
+  const double energy = energy_of(d, layer);
   if (energy == 0) return;
   if (!std::isfinite(energy)) {
     for (int t = 0; t < x.tokens; ++t) x.write(t, [](float, int) { return NAN; });
     return;
   }
-  for (double& g : gram) g /= energy;
-  const Numbers z = eigenvectors(gram, x.width, values);
-  const std::vector<int> order = falling(values);
+  const double* z = &d.vectors(layer, 0, 0);
+  const std::int32_t* order = order_of(d, layer);
   const RankSide side = RankSide::of(rank, x.width);
   const auto count = static_cast<std::size_t>(side.count);
   Numbers vectors(count * w), turned(count * w);  // [vector][element], [element][vector]
   for (std::size_t q = 0; q < count; ++q)
     for (std::size_t i = 0; i < w; ++i)
-      turned[i * count + q] = vectors[q * w + i] =
-          z[static_cast<std::size_t>(order[static_cast<std::size_t>(side.first) + q]) * w + i];
+      turned[i * count + q] = vectors[q * w + i] = z[static_cast<std::size_t>(order[q]) * w + i];
 #pragma omp parallel if (worth_threads(std::int64_t{x.tokens} * x.width))
   {
     Numbers of(w), along(count), sum(w);
@@ -174,7 +194,57 @@ void project(const Joint& x, int rank) {
   }
 }
 
+void check_directions(const RankDirections& d, int rank, const char* op) {
+  const std::int64_t layers = d.vectors.extent[0], w = d.vectors.extent[2];
+  if (d.vectors.extent[1] != w || d.products.extent != d.vectors.extent || d.numbers.extent[0] != 6 ||
+      d.numbers.extent[1] != layers || d.numbers.extent[2] != w || d.vectors.stride[1] != w ||
+      d.products.stride[1] != w)
+    fail(Errc::internal, op,
+         "got directions " + extents(d.vectors) + " of matrices " + extents(d.products) + " and numbers " +
+             extents(d.numbers) + ", wanted those of RankDirections::in");
+  if (rank < 1 || rank > w)
+    fail(Errc::internal, op,
+         "got rank " + std::to_string(rank) + ", wanted 1 to " + std::to_string(w) + ", KV heads times head_dim");
+}
+
+void check_layer(const PagedKv& kv, const RankDirections& d, int layer, const char* op) {
+  const int width = kv.kv_heads * kv.head_dim;
+  if (kv.rows != 1 || d.vectors.extent[2] != width || layer < 0 || layer >= d.vectors.extent[0])
+    fail(Errc::internal, op,
+         "got layer " + std::to_string(layer) + " of directions " + extents(d.vectors) + " for " +
+             std::to_string(kv.rows) + " rows of " + std::to_string(width) + " elements, wanted one row and its layer");
+}
+
 }  // namespace
+
+void row_products(const PagedKv& kv, View<const float, 4> rows, const RankDirections& directions, int layer, Stream s) {
+  const char* op = "row_products";
+  check_kv(kv, op, s);
+  check_rows(kv, rows, op, s);
+  check_directions(directions, 1, op);
+  check_layer(kv, directions, layer, op);
+  if (s.device() == Device::cuda) return on_cuda<row_products>(kv, rows, directions, layer, s);
+  fill_products(Joint(kv, rows, 0), &directions.products(layer, 0, 0));
+}
+
+void rank_directions(const RankDirections& directions, int rank, Stream s) {
+  check_directions(directions, rank, "rank_directions");
+  if (s.device() == Device::cuda) return on_cuda<rank_directions>(directions, rank, s);
+#pragma omp parallel for schedule(dynamic)
+  for (std::int64_t layer = 0; layer < directions.vectors.extent[0]; ++layer)
+    make_directions(directions, static_cast<int>(layer), rank);
+}
+
+void project_rows(const PagedKv& kv, const RankDirections& directions, int layer, int rank, View<float, 4> rows,
+                  Stream s) {
+  const char* op = "project_rows";
+  check_kv(kv, op, s);
+  check_rows(kv, rows, op, s);
+  check_directions(directions, rank, op);
+  check_layer(kv, directions, layer, op);
+  if (s.device() == Device::cuda) return on_cuda<project_rows>(kv, directions, layer, rank, rows, s);
+  if (rank < kv.kv_heads * kv.head_dim) project(Joint(kv, rows, 0), directions, layer, rank);
+}
 
 void low_rank(const PagedKv& kv, int rank, View<float, 4> rows, Stream s) {
   const char* op = "low_rank";
@@ -186,7 +256,13 @@ void low_rank(const PagedKv& kv, int rank, View<float, 4> rows, Stream s) {
          "got rank " + std::to_string(rank) + ", wanted 1 to " + std::to_string(width) + ", KV heads times head_dim");
   if (rank == width) return;
   if (s.device() == Device::cuda) return on_cuda<low_rank>(kv, rank, rows, s);
-  for (int r = 0; r < kv.rows; ++r) project(Joint(kv, rows, r), rank);
+  Numbers memory(RankDirections::bytes(1, width) / sizeof(double));
+  const RankDirections one = RankDirections::in(memory.data(), 1, width);
+  for (int r = 0; r < kv.rows; ++r) {
+    fill_products(Joint(kv, rows, r), memory.data());
+    make_directions(one, 0, rank);
+    project(Joint(kv, rows, r), one, 0, rank);
+  }
 }
 
 }  // namespace kvlab::ops
@@ -199,10 +275,10 @@ Eigen eigen_of_symmetric(std::vector<double> matrix, int n) {
     ops::fail(Errc::internal, "eigen_of_symmetric",
               "got " + std::to_string(matrix.size()) + " numbers, wanted those of a matrix of " + std::to_string(n) +
                   " x " + std::to_string(n));
-  std::vector<double> values;
-  const std::vector<double> z = ops::eigenvectors(matrix, n, values);
+  std::vector<double> values(w), z(w * w);
+  ops::eigenvectors(matrix.data(), n, z.data(), values.data());
   Eigen out;
-  for (const int i : ops::falling(values)) {
+  for (const int i : ops::falling(values.data(), n)) {
     out.values.push_back(values[static_cast<std::size_t>(i)]);
     const auto first = z.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(i) * w);
     out.vectors.insert(out.vectors.end(), first, first + n);

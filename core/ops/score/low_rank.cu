@@ -15,14 +15,16 @@ namespace {
 
 using namespace cuda;
 
-constexpr int tile = 16, tile_threads = tile * tile, form_threads = 512, vector_threads = 32, threads = 256,
-              warps = threads / 32, most_width = 4096;
+constexpr int tile = 64, each = 4, tokens_at_once = 16, tile_threads = (tile / each) * (tile / each);
+constexpr int form_threads = 1024, vector_threads = 32, threads = 256, warps = threads / 32, most_width = 4096;
+constexpr int together = 8;  // tokens that a block projects, and loads that a thread has under way
 
-// Grids end in the batch row. Matrices are [width, width] for each of them.
+// Grids end in the batch row, or in the layer. Matrices are [width, width] for each of them: those of batch row r lie
+// at `first` + r.
 struct Call {
   DeviceKv kv;
   View<float, 4> rows;
-  int width;
+  int width, first;
   RankSide side;
   double *gram, *vectors;     // gram keeps the reflections: that of column k is row k from k + 1 on
   double *diagonal, *beside;  // [row, width] of the tridiagonal form
@@ -30,10 +32,10 @@ struct Call {
   double* energy;             // [row] the sum of squares
   std::int32_t* order;        // [row, width] the eigenvectors that the projection sums
 
-  __device__ double* matrix(double* of, int row) const { return of + std::int64_t(row) * width * width; }
+  __device__ double* matrix(double* of, int row) const { return of + std::int64_t(first + row) * width * width; }
   template <class T>
   __device__ T* vector(T* of, int row) const {
-    return of + std::int64_t(row) * width;
+    return of + std::int64_t(first + row) * width;
   }
   __device__ int tokens(int row) const {
     int most = 0;
@@ -51,20 +53,40 @@ struct Call {
   }
 };
 
+// A block makes 64 x 64 elements of X^T X and their mirror image. A thread has 4 x 4 of them.
 __global__ void __launch_bounds__(tile_threads) gram_kernel(const __grid_constant__ Call a) {
-  __shared__ double left[tile][tile], right[tile][tile];
-  const int row = blockIdx.z, y = threadIdx.x / tile, z = threadIdx.x % tile, n = a.tokens(row);
+  __shared__ double left[tokens_at_once][tile], right[tokens_at_once][tile];
+  if (blockIdx.y > blockIdx.x) return;
+  const int row = blockIdx.z, y = threadIdx.x / (tile / each), z = threadIdx.x % (tile / each), n = a.tokens(row);
   const int i = blockIdx.x * tile, j = blockIdx.y * tile;
-  double sum = 0;
-  for (int first = 0; first < n; first += tile) {
-    const bool token = first + y < n;
-    left[y][z] = token && i + z < a.width ? a.x(row, first + y, i + z) : 0;
-    right[y][z] = token && j + z < a.width ? a.x(row, first + y, j + z) : 0;
+  double sum[each][each] = {};
+  for (int from = 0; from < n; from += tokens_at_once) {
     __syncthreads();
-    for (int t = 0; t < tile; ++t) sum += left[t][y] * right[t][z];
+    for (int e = threadIdx.x; e < tokens_at_once * tile; e += tile_threads) {
+      const int t = e / tile, column = e % tile;
+      left[t][column] = from + t < n && i + column < a.width ? a.x(row, from + t, i + column) : 0;
+      right[t][column] = from + t < n && j + column < a.width ? a.x(row, from + t, j + column) : 0;
+    }
     __syncthreads();
+#pragma unroll 4
+    for (int t = 0; t < tokens_at_once; ++t) {
+      double x[each], w[each];
+#pragma unroll
+      for (int e = 0; e < each; ++e) x[e] = left[t][y + e * (tile / each)], w[e] = right[t][z + e * (tile / each)];
+#pragma unroll
+      for (int p = 0; p < each; ++p)
+#pragma unroll
+        for (int q = 0; q < each; ++q) sum[p][q] += x[p] * w[q];
+    }
   }
-  if (i + y < a.width && j + z < a.width) a.matrix(a.gram, row)[std::int64_t(i + y) * a.width + j + z] = sum;
+  double* g = a.matrix(a.gram, row);
+  for (int p = 0; p < each; ++p)
+    for (int q = 0; q < each; ++q) {
+      const int u = i + y + p * (tile / each), v = j + z + q * (tile / each);
+      if (u >= a.width || v >= a.width) continue;
+      g[std::int64_t(u) * a.width + v] = sum[p][q];
+      if (i != j) g[std::int64_t(v) * a.width + u] = sum[p][q];
+    }
 }
 
 // The sum over the block. All threads get it.
@@ -78,7 +100,7 @@ __device__ double sum_of_block(double x, double* parts) {
   return sum;
 }
 
-// A block takes a row of the batch: Householder's tridiagonal form. Dynamic shared memory: v and p, [width] each.
+// A block takes a matrix: Householder's tridiagonal form. Dynamic shared memory: v and p, [width] each.
 __global__ void __launch_bounds__(form_threads) form_kernel(const __grid_constant__ Call a) {
   extern __shared__ double of_form[];
   __shared__ double parts[form_threads / 32];
@@ -89,7 +111,7 @@ __global__ void __launch_bounds__(form_threads) form_kernel(const __grid_constan
   energy = sum_of_block(energy, parts);
   if (energy > 0 && energy < INFINITY)
     for (std::int64_t i = me; i < std::int64_t(n) * n; i += form_threads) g[i] /= energy;
-  if (me == 0) a.energy[row] = energy;
+  if (me == 0) a.energy[a.first + row] = energy;
   __syncthreads();
   if (!(energy > 0 && energy < INFINITY)) return;
   for (int k = 0; k < n; ++k) {
@@ -112,6 +134,7 @@ __global__ void __launch_bounds__(form_threads) form_kernel(const __grid_constan
     double product = 0;
     for (int i = k + 1 + me; i < n; i += form_threads) {
       double sum = 0;
+#pragma unroll 8
       for (int j = k + 1; j < n; ++j) sum += g[std::int64_t(j) * n + i] * v[j];
       p[i] = sum * r.beta;
       product += p[i] * v[i];
@@ -119,8 +142,18 @@ __global__ void __launch_bounds__(form_threads) form_kernel(const __grid_constan
     product = sum_of_block(product, parts);
     for (int i = k + 1 + me; i < n; i += form_threads) p[i] -= r.beta / 2 * product * v[i];
     __syncthreads();
-    for (int i = k + 1 + me; i < n; i += form_threads)
-      for (int j = k + 1; j < n; ++j) g[std::int64_t(j) * n + i] -= v[j] * p[i] + p[j] * v[i];
+    for (int i = k + 1 + me; i < n; i += form_threads) {
+      const double vi = v[i], pi = p[i];
+      double* of = g + i;
+      for (int j = k + 1; j < n; j += together) {
+        double x[together];  // all loads first: none waits for another
+#pragma unroll
+        for (int e = 0; e < together; ++e) x[e] = j + e < n ? of[std::int64_t(j + e) * n] : 0;
+#pragma unroll
+        for (int e = 0; e < together; ++e)
+          if (j + e < n) of[std::int64_t(j + e) * n] = x[e] - (v[j + e] * pi + p[j + e] * vi);
+      }
+    }
     __syncthreads();
   }
 }
@@ -131,7 +164,7 @@ __global__ void __launch_bounds__(vector_threads) vectors_kernel(const __grid_co
   extern __shared__ double of_steps[];
   __shared__ int first, last;  // of a step's rotations; last < 0: there is none
   const int row = blockIdx.y, n = a.width, me = threadIdx.x, i = blockIdx.x * vector_threads + me;
-  const double energy = a.energy[row];
+  const double energy = a.energy[a.first + row];
   if (!(energy > 0 && energy < INFINITY)) return;
   const double *g = a.matrix(a.gram, row), *beta = a.vector(a.beta, row);
   double* z = a.matrix(a.vectors, row) + i;
@@ -141,9 +174,17 @@ __global__ void __launch_bounds__(vector_threads) vectors_kernel(const __grid_co
       if (beta[k] == 0) continue;
       const double* v = g + std::int64_t(k) * n;
       double sum = 0;
+#pragma unroll 8
       for (int j = k + 1; j < n; ++j) sum += v[j] * z[std::int64_t(j) * n];
       sum *= beta[k];
-      for (int j = k + 1; j < n; ++j) z[std::int64_t(j) * n] -= v[j] * sum;
+      for (int j = k + 1; j < n; j += together) {
+        double x[together];
+#pragma unroll
+        for (int e = 0; e < together; ++e) x[e] = j + e < n ? z[std::int64_t(j + e) * n] : 0;
+#pragma unroll
+        for (int e = 0; e < together; ++e)
+          if (j + e < n) z[std::int64_t(j + e) * n] = x[e] - v[j + e] * sum;
+      }
     }
   }
   double *diagonal = of_steps, *beside = of_steps + n;
@@ -158,10 +199,17 @@ __global__ void __launch_bounds__(vector_threads) vectors_kernel(const __grid_co
     if (last < 0) break;
     if (i >= n || last < first) continue;
     double y = z[std::int64_t(last + 1) * n];
-    for (int k = last; k >= first; --k) {
-      const double c = cosine[k], s = sine[k], x = z[std::int64_t(k) * n];
-      z[std::int64_t(k + 1) * n] = s * x + c * y;
-      y = c * x - s * y;
+    for (int k = last; k >= first; k -= together) {
+      double x[together];
+#pragma unroll
+      for (int e = 0; e < together; ++e) x[e] = k - e >= first ? z[std::int64_t(k - e) * n] : 0;
+#pragma unroll
+      for (int e = 0; e < together; ++e) {
+        if (k - e < first) break;
+        const double c = cosine[k - e], s = sine[k - e];
+        z[std::int64_t(k - e + 1) * n] = s * x[e] + c * y;
+        y = c * x[e] - s * y;
+      }
     }
     z[std::int64_t(first) * n] = y;
   }
@@ -181,83 +229,146 @@ __global__ void __launch_bounds__(threads) order_kernel(const __grid_constant__ 
   }
 }
 
-// Blocks stride over tokens. Dynamic shared memory: a row of X and its products with the vectors.
-__global__ void __launch_bounds__(threads) project_kernel(const __grid_constant__ Call a) {
-  extern __shared__ double of_token[];
-  const int row = blockIdx.y, n = a.tokens(row), w = a.width, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const double energy = a.energy[row];
+// Blocks stride over groups of tokens. Dynamic shared memory: their rows of X, and the products with the vectors.
+__global__ void __launch_bounds__(threads) project_kernel(const __grid_constant__ Call a, int group) {
+  extern __shared__ double of_tokens[];
+  const int row = blockIdx.y, n = a.tokens(row), w = a.width, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
+            count = a.side.count;
+  const double energy = a.energy[a.first + row];
   if (energy == 0) return;
   const bool finite = energy > 0 && energy < INFINITY;
-  double *x = of_token, *along = of_token + w;
+  double *x = of_tokens, *along = of_tokens + group * w;  // [token, element], [token, vector]
   const double* z = a.matrix(a.vectors, row);
   const std::int32_t* order = a.vector(a.order, row);
-  for (int t = blockIdx.x; t < n; t += gridDim.x) {
-    for (int i = threadIdx.x; i < w; i += threads) x[i] = a.x(row, t, i);
+  for (int from = blockIdx.x * group; from < n; from += gridDim.x * group) {
+    const int here = min(group, n - from);
+    for (int i = threadIdx.x; i < group * w; i += threads) x[i] = i / w < here ? a.x(row, from + i / w, i % w) : 0;
     __syncthreads();
-    for (int q = warp; finite && q < a.side.count; q += warps) {
+    for (int q = warp; finite && q < count; q += warps) {
       const double* v = z + std::int64_t(order[q]) * w;
-      double sum = 0;
-      for (int i = lane; i < w; i += 32) sum += x[i] * v[i];
-      sum = sum_of_lanes(sum);
-      if (lane == 0) along[q] = sum;
+      double sum[together] = {};
+      for (int i = lane; i < w; i += 32) {
+        const double of = v[i];
+#pragma unroll
+        for (int t = 0; t < together; ++t)
+          if (t < group) sum[t] += x[t * w + i] * of;
+      }
+#pragma unroll
+      for (int t = 0; t < together; ++t) {
+        sum[t] = sum_of_lanes(sum[t]);
+        if (lane == 0 && t < group) along[t * count + q] = sum[t];
+      }
     }
     __syncthreads();
     for (int i = threadIdx.x; i < w; i += threads) {
-      double sum = finite ? 0 : NAN;
-      for (int q = 0; finite && q < a.side.count; ++q) sum += along[q] * z[std::int64_t(order[q]) * w + i];
-      if (float* to = a.at(row, t, i)) *to = static_cast<float>(a.side.takes_away ? x[i] - sum : sum);
+      double sum[together] = {};
+#pragma unroll 4
+      for (int q = 0; q < (finite ? count : 0); ++q) {
+        const double of = z[std::int64_t(order[q]) * w + i];
+#pragma unroll
+        for (int t = 0; t < together; ++t)
+          if (t < group) sum[t] += along[t * count + q] * of;
+      }
+      for (int t = 0; t < here; ++t)
+        if (float* to = a.at(row, from + t, i))
+          *to = static_cast<float>(!finite ? NAN : a.side.takes_away ? x[t * w + i] - sum[t] : sum[t]);
     }
     __syncthreads();
   }
 }
 
-void low_rank_cuda(const PagedKv& kv, int rank, View<float, 4> rows, Stream s) {
-  if (kv.rows == 0) return;
-  const int width = kv.kv_heads * kv.head_dim;
-  if (width > most_width)
+template <class Kernel>
+int shared_vectors(Kernel kernel, int vectors, int width) {
+  const int bytes = vectors * width * static_cast<int>(sizeof(double));
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "low_rank");
+  return bytes;
+}
+
+unsigned blocks_of(int n, int of) { return static_cast<unsigned>((n + of - 1) / of); }
+
+Call call_of(const PagedKv& kv, const View<float, 4>& rows, const RankDirections& d, int first, int rank) {
+  Call a;
+  if (kv.layouts) a.kv = DeviceKv(kv);
+  a.rows = rows;
+  a.width = static_cast<int>(d.vectors.extent[2]);
+  a.first = first;
+  a.side = RankSide::of(rank, a.width);
+  a.gram = d.products.data, a.vectors = d.vectors.data;
+  const std::int64_t kind = d.numbers.stride[0];
+  a.diagonal = d.numbers.data, a.beside = a.diagonal + kind, a.beta = a.beside + kind, a.values = a.beta + kind;
+  a.energy = a.values + kind;
+  a.order = reinterpret_cast<std::int32_t*>(a.energy + kind);
+  return a;
+}
+
+void check_width(int kv_heads, int dim) {
+  if (kv_heads * dim > most_width)
     throw Error(Errc::unsupported,
-                "got " + std::to_string(kv.kv_heads) + " KV heads of " + std::to_string(kv.head_dim) +
+                "got " + std::to_string(kv_heads) + " KV heads of " + std::to_string(dim) +
                     " elements, wanted at most " + std::to_string(most_width) + " elements in all",
                 "op low_rank");
-  const std::size_t vector = static_cast<std::size_t>(kv.rows) * static_cast<std::size_t>(width), one = sizeof(double);
-  auto* memory = static_cast<double*>(
-      fixed_scratch(s.handle(), "low rank", vector * (2 * static_cast<std::size_t>(width) + 6) * one));
-  Call a;
-  a.kv = DeviceKv(kv);
-  a.rows = rows;
-  a.width = width;
-  a.side = RankSide::of(rank, width);
-  a.gram = memory;
-  a.vectors = a.gram + vector * static_cast<std::size_t>(width);
-  a.diagonal = a.vectors + vector * static_cast<std::size_t>(width);
-  a.beside = a.diagonal + vector;
-  a.beta = a.beside + vector;
-  a.values = a.beta + vector;
-  a.energy = a.values + vector;
-  a.order = reinterpret_cast<std::int32_t*>(a.energy + vector);
-  const auto of_rows = static_cast<unsigned>(kv.rows);
-  const auto blocks = [&](int of) { return static_cast<unsigned>((width + of - 1) / of); };
-  const auto bytes = [&](int vectors) { return static_cast<int>(vectors * width * static_cast<int>(one)); };
-  const auto allow = [&](auto kernel, int vectors) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes(vectors)), "low_rank");
-  };
-  allow(form_kernel, 2), allow(vectors_kernel, 4), allow(project_kernel, 2);
-  gram_kernel<<<dim3(blocks(tile), blocks(tile), of_rows), tile_threads, 0, stream_of(s)>>>(a);
+}
+
+void launch_products(const Call& a, Stream s) {
+  const unsigned tiles = blocks_of(a.width, tile);
+  gram_kernel<<<dim3(tiles, tiles, static_cast<unsigned>(a.kv.kv.rows)), tile_threads, 0, stream_of(s)>>>(a);
   check_launch("low_rank");
-  form_kernel<<<of_rows, form_threads, static_cast<unsigned>(bytes(2)), stream_of(s)>>>(a);
+}
+
+// Of so many matrices.
+void launch_directions(const Call& a, int matrices, Stream s) {
+  const auto of = static_cast<unsigned>(matrices);
+  form_kernel<<<of, form_threads, static_cast<unsigned>(shared_vectors(form_kernel, 2, a.width)), stream_of(s)>>>(a);
   check_launch("low_rank");
-  vectors_kernel<<<dim3(blocks(vector_threads), of_rows), vector_threads, static_cast<unsigned>(bytes(4)),
-                   stream_of(s)>>>(a);
+  vectors_kernel<<<dim3(blocks_of(a.width, vector_threads), of), vector_threads,
+                   static_cast<unsigned>(shared_vectors(vectors_kernel, 4, a.width)), stream_of(s)>>>(a);
   check_launch("low_rank");
-  order_kernel<<<of_rows, threads, 0, stream_of(s)>>>(a);
+  order_kernel<<<of, threads, 0, stream_of(s)>>>(a);
   check_launch("low_rank");
-  project_kernel<<<dim3(static_cast<unsigned>(std::clamp<std::int64_t>(rows.extent[2], 1, 1024)), of_rows), threads,
-                   static_cast<unsigned>(bytes(2)), stream_of(s)>>>(a);
+}
+
+void launch_projection(const Call& a, Stream s) {
+  const int vectors = static_cast<int>((shared_bytes() - 1024) / sizeof(double)) / a.width,
+            group = std::clamp(vectors / 2, 1, together);  // a token has at most w / 2 products
+  const auto tokens = static_cast<int>(a.rows.extent[2]);
+  project_kernel<<<dim3(std::clamp(blocks_of(tokens, group), 1u, 1024u), static_cast<unsigned>(a.kv.kv.rows)), threads,
+                   static_cast<unsigned>(shared_vectors(project_kernel, 2 * group, a.width)), stream_of(s)>>>(a, group);
   check_launch("low_rank");
+}
+
+void low_rank_cuda(const PagedKv& kv, int rank, View<float, 4> rows, Stream s) {
+  if (kv.rows == 0) return;
+  check_width(kv.kv_heads, kv.head_dim);
+  const int width = kv.kv_heads * kv.head_dim;
+  const auto d =
+      RankDirections::in(fixed_scratch(s.handle(), "low rank", RankDirections::bytes(kv.rows, width)), kv.rows, width);
+  const Call a = call_of(kv, rows, d, 0, rank);
+  launch_products(a, s);
+  launch_directions(a, kv.rows, s);
+  launch_projection(a, s);
+}
+
+void row_products_cuda(const PagedKv& kv, View<const float, 4> rows, const RankDirections& d, int layer, Stream s) {
+  check_width(kv.kv_heads, kv.head_dim);
+  launch_products(call_of(kv, {const_cast<float*>(rows.data), rows.extent, rows.stride}, d, layer, 1), s);
+}
+
+void rank_directions_cuda(const RankDirections& d, int rank, Stream s) {
+  check_width(1, static_cast<int>(d.vectors.extent[2]));
+  Call a = call_of({}, {}, d, 0, rank);
+  launch_directions(a, static_cast<int>(d.vectors.extent[0]), s);
+}
+
+void project_rows_cuda(const PagedKv& kv, const RankDirections& d, int layer, int rank, View<float, 4> rows, Stream s) {
+  if (rank == kv.kv_heads * kv.head_dim) return;
+  launch_projection(call_of(kv, rows, d, layer, rank), s);
 }
 
 }  // namespace
 
 KVLAB_ON_CUDA(low_rank, low_rank_cuda);
+KVLAB_ON_CUDA(row_products, row_products_cuda);
+KVLAB_ON_CUDA(rank_directions, rank_directions_cuda);
+KVLAB_ON_CUDA(project_rows, project_rows_cuda);
 
 }  // namespace kvlab::ops
