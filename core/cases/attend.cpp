@@ -49,7 +49,7 @@ void compare(Place& place, Check& check, const AttendShape& shape, unsigned seed
     const std::vector<float> out = place.get(a.out), lse = place.get(a.lse);
     compare_values(place, check, "out", out, wanted.out.values(), Tolerance{}.output);
     // A GPU rounds turned keys once more than the reference does.
-    const bool turned = shape.options.rope == RopeRegime::cache_relative;
+    const bool turned = shape.options.rope == RopeRegime::cache_relative || shape.most_distance > 0;
     check.equal("lse", lse, wanted.lse.values(), !cuda ? Tolerance{}.lse : turned ? 8e-3 : 2e-3);
     if (with_mass)
       compare_values(place, check, "mass", place.get(a.mass), wanted.mass.values(), Tolerance{}.probability);
@@ -81,6 +81,7 @@ std::string name_of(const AttendShape& s) {
   if (s.window) n += fmt::format(", window {}", s.window);
   for (const PromptMask& m : s.masks) n += fmt::format(", mask {} + {}", m.sinks, m.window);
   if (o.rope == RopeRegime::cache_relative) n += ", turned";
+  if (s.most_distance) n += fmt::format(", at most {} away", s.most_distance);
   if (s.attention_scale != 1) n += fmt::format(" and scaled by {}", s.attention_scale);
   if (!s.ordered) n += ", out of order";
   if (s.growing) n += ", growing values";
@@ -177,6 +178,41 @@ void add_turned(std::vector<Case>& v) {
       }
 }
 
+struct Kind {
+  CodecSpec codec;
+  DType dtype;
+  int dim, page, group;
+};
+
+// Keys of tokens that lie far away are turned on.
+void add_clamped(std::vector<Case>& v) {
+  for (const Kind& k : {Kind{plain, DType::bf16, 64, 16, 3},
+                        {plain, DType::bf16, 128, 32, 4},
+                        {plain, DType::bf16, 128, 8, 16},
+                        {plain, DType::bf16, 256, 64, 1},
+                        {plain, DType::bf16, 96, 16, 2},
+                        {plain, DType::f32, 16, 5, 3},
+                        {codes, DType::bf16, 128, 16, 4},
+                        {keys, DType::bf16, 64, 16, 3}})
+    for (const int most : {1, 60, 1000}) {
+      if (quick() && most == 1000 && k.dim != 64) continue;
+      AttendShape s = shape_of(2, 2, k.dim, k.page, k.dtype, k.codec, k.group);
+      s.most_distance = most;
+      s.lengths = {390, 1, 0, 145};
+      s.attention_scale = 0.75f;  // cached keys carry it
+      add(v, s);
+      s.ordered = false, s.listed = true;
+      add(v, s);
+      s.listed = false, s.tokens = 0.6, s.window = 100;
+      add(v, s);
+    }
+  AttendShape mixed = bf16_shape(1, 2, 64, 16, 3);
+  mixed.lengths = {333, 100};
+  mixed.most_distance = 40;
+  mixed.lower = CodecSpec{{8}, {8}};
+  add(v, mixed);
+}
+
 void add_half(std::vector<Case>& v) {
   for (const int dim : {64, 96, 128, 256, 80}) {  // the kernel for caches of any kind takes 80
     AttendShape s = bf16_shape(3, 2, dim, 16, dim == 128 ? 11 : 3);
@@ -224,12 +260,6 @@ void add_shares(std::vector<Case>& v) {
     add(v, few);
   }
 }
-
-struct Kind {
-  CodecSpec codec;
-  DType dtype;
-  int dim, page, group;
-};
 
 // Caches of any kind, whose work a GPU cuts into several parts.
 void add_parts(std::vector<Case>& v) {
@@ -787,6 +817,7 @@ std::vector<Case> list() {
   add_storages(v);
   add_pipelined(v);
   add_turned(v);
+  add_clamped(v);
   add_half(v);
   add_shares(v);
   add_parts(v);

@@ -18,7 +18,7 @@ struct AttendShape {
   bool listed = false, all_listed = false;
   int chosen = 0;      // pages in the list of each head, if all heads have the same length; 0 = any
   double tokens = -1;  // share of a head's tokens in its list; -1 = no list of tokens
-  int window = 0;
+  int window = 0, most_distance = 0;
   float attention_scale = 1;  // the RoPE table's, for keys that are turned on reading
   bool half = false;          // the op reads f16 with the same values; the reference reads bf16
   bool ordered = true;        // false: the newer half of a head's tokens lies in front of the older, as after evictions
@@ -136,6 +136,7 @@ struct AttendScene {
     a.pages = pages.index ? &pages : nullptr;
     a.tokens = listed.index ? &listed : nullptr;
     a.window = shape.window;
+    a.most_distance = shape.most_distance;
     a.last = last.data();
     a.masks = masks.empty() ? nullptr : masks.data();
     return a;

@@ -104,7 +104,7 @@ void check_needs(const Model& model, const Policy& policy, const EngineOptions& 
 }
 
 void check_reads(const char* callback, const Edits& edits) {
-  if (!edits.logits().empty() || !edits.made_up().empty() || !edits.biases().empty())
+  if (!edits.logits().empty() || !edits.made_up().empty() || !edits.biases().empty() || !edits.distances().empty())
     throw Error(Errc::plugin,
                 std::string(callback) +
                     ": got logits to keep or made-up tokens to read or a bias, wanted that in select() alone");
@@ -533,6 +533,9 @@ Fit Engine::prompt(const PromptLayer& l) {
   kv.last = last;
   if (l.mass)
     kv.mass = View<const float, 3>{l.mass.data, {1, l.mass.extent[0], l.mass.extent[1]}, {0, l.mass.stride[0], 1}};
+  if (l.lse)
+    kv.lse =
+        View<const float, 3>{l.lse.data, {1, l.lse.extent[0], l.lse.extent[1]}, {0, l.lse.stride[0], l.lse.stride[1]}};
   const View<const float, 3>& q = l.queries;
   kv.chunk_queries = View<const float, 4>{
       q.data, {1, s.query_heads, q.extent[0], s.head_dim}, {0, q.stride[1], q.stride[0], q.stride[2]}};
@@ -648,6 +651,13 @@ Selection Engine::select(const DecodeLayer& l, Fit& fit) {
                   "select: got a bias of " + std::to_string(extent[0]) + " rows, " + std::to_string(extent[1]) +
                       " heads and " + std::to_string(extent[2]) + " tokens, wanted " + std::to_string(l.slots->size()) +
                       ", " + std::to_string(store_->shape().query_heads) + " and at least " + std::to_string(l.room));
+  }
+  if (!edits.distances().empty()) {
+    if (edits.distances().size() > 1 || edits.distances()[0] < 1 || needs_.rope() != RopeRegime::original)
+      throw Error(Errc::plugin, "select: got the distance " + std::to_string(edits.distances()[0]) +
+                                    ", or two, or one where RoPE goes "
+                                    "by rank, wanted at least 1, once, and the regime original");
+    read.most_distance = edits.distances()[0];
   }
   waiting_ = std::move(after);
   fit = apply(before, *l.slots);

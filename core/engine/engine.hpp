@@ -173,6 +173,7 @@ class Engine final : private LayerHooks {
   bool replayable() const override { return capturable_ && options_.graphs && !options_.copy_by_host && !observer_; }
   // Queries of other regimes lie in a buffer that the next layer takes.
   bool keeps_rows() const override { return needs_.observe_beside() && needs_.rope() == RopeRegime::original; }
+  bool wants_prompt_lse() const override { return needs_.prompt_lse(); }
   bool wants_prompt_mass() const override { return needs_.any_mass() == Mass::all; }
   const PromptMask* prompt_masks(int layer) const override {
     return masks_.empty() ? nullptr : masks_[static_cast<std::size_t>(layer)];

@@ -329,6 +329,7 @@ View<const float, 3> CpuExecutor::attend(int layer, const std::vector<std::int32
   a.tokens = read.tokens;
   a.logits = read.logits;
   a.bias = read.bias;
+  a.most_distance = read.most_distance;
   a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
   a.window = c.sliding_window;
   a.last = position_.data();

@@ -370,6 +370,7 @@ void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const 
   a.tokens = read.tokens;
   a.logits = read.logits;
   a.bias = read.bias;
+  a.most_distance = read.most_distance;
   a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
   a.window = c.sliding_window;
   a.masks = masks;
@@ -404,10 +405,10 @@ void CudaExecutor::attend_each(const PagedKv& kv, const Selection& read, const V
     if (logits.out) logits.out.data += r * logits.out.stride[0], logits.out.extent[0] = 1;
     View<const float, 3> bias = read.bias;
     if (bias) bias.data += r * bias.stride[0], bias.extent[0] = 1;
-    attend_rows(
-        one, r,
-        {read.pages ? of_row(pages) : nullptr, read.tokens ? of_row(tokens) : nullptr, logits, read.made_up, bias},
-        sums, mass_into);
+    attend_rows(one, r,
+                {read.pages ? of_row(pages) : nullptr, read.tokens ? of_row(tokens) : nullptr, logits, read.made_up,
+                 bias, read.most_distance},
+                sums, mass_into);
   }
 }
 
@@ -436,7 +437,7 @@ void* CudaExecutor::rounded_queries(std::int64_t tokens) {
 }
 
 DType CudaExecutor::attend_chunk(const PagedKv& all, const PromptLayer& info, int first, int longest,
-                                 View<float, 2> sums) {
+                                 View<float, 2> sums, View<const float, 2>* lse) {
   const ModelConfig& c = model_->config;
   const std::int64_t tokens = all.rows;
   if (sums) zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
@@ -451,6 +452,7 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, const PromptLayer& info, in
     a.masks = info.masks;
     a.out = View<float, 3>::dense(attention_.as<float>(), {tokens, c.heads, c.head_dim});
     a.sums = sums;
+    a.lse = lse;
     a.longest = longest;
     if (phase_ == Phase::prompt && rounds(all)) a.rounded = attention_.as<>();
     if (ops::attend_prompt(a, store_.workspace(), stream_)) return a.rounded ? weights_.dtype : DType::f32;
@@ -563,10 +565,12 @@ Fit CudaExecutor::attend_prompt(PromptLayer& info, std::int64_t rows, int first,
     sums = View<float, 2>::dense(room<float>(sums_, c.heads * width), {c.heads, width});
   }
   attended_ = &attention_;
-  attended_type_ =
-      attend_chunk(chunk_view(info.layer, info.slot, rows), info, first, store_.max_length(info.layer, slots), sums);
+  View<const float, 2> lse;
+  attended_type_ = attend_chunk(chunk_view(info.layer, info.slot, rows), info, first,
+                                store_.max_length(info.layer, slots), sums, info.wants_lse ? &lse : nullptr);
   static_cast<LayerRows&>(info) = rows_of(info.layer, rows);
   info.mass = sums;
+  info.lse = lse;
   if (phase_ == Phase::prompt_shown)
     info.output = View<const float, 3>::dense(attention_.as<float>(), {rows, c.heads, c.head_dim});
   return Fit::ok;

@@ -87,7 +87,8 @@ class CudaExecutor final : public Executor {
   void* rounded_queries(std::int64_t tokens);
   static std::int64_t attention_rows(std::int64_t tokens);
   // Returns the type of the output in attention_.
-  DType attend_chunk(const PagedKv& chunk, const PromptLayer& info, int first, int longest, View<float, 2> sums);
+  DType attend_chunk(const PagedKv& chunk, const PromptLayer& info, int first, int longest, View<float, 2> sums,
+                     View<const float, 2>* lse);
   void logits_of_rows(std::int64_t first_row, std::int64_t rows);
   void logits_of(std::int64_t rows, View<float, 2> out);  // copies the result of logits_of_rows to the host
   View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;    // heads of qkv_

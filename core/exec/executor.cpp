@@ -31,6 +31,7 @@ Fit Executor::prefill(int slot, std::span<const int> tokens, bool last, LayerHoo
     info.slot = slot;
     info.last = last;
     info.masks = hooks.prompt_masks(layer);
+    info.wants_lse = hooks.wants_prompt_lse();
     if (attend_prompt(info, n, first, hooks.wants_prompt_mass()) != Fit::ok) return Fit::out_of_memory;
     if (hooks.prompt(info) != Fit::ok) return Fit::out_of_memory;
     finish_layer(layer, n);

@@ -32,6 +32,8 @@ struct PromptLayer : LayerRows {
   const PromptMask* masks = nullptr;  // [kv_head] of its attention, memory of the device; null = none
   bool last = false;                  // this chunk ends the prompt
   View<const float, 2> mass;          // [query head, past + token]; empty unless hooks want it, as `output` may be
+  bool wants_lse = false;             // hooks want `lse`
+  View<const float, 2> lse;           // [query head, token] as LayerPrefill::lse
 };
 
 // The pages or tokens that attention of a decode step reads. Without a list it reads all resident tokens.
@@ -41,6 +43,7 @@ struct Selection {
   HeadLogits logits;          // what it leaves of its scores
   MadeUpTokens made_up;       // that it reads, too
   View<const float, 3> bias;  // of its logits; empty = none
+  int most_distance = 0;      // as AttendArgs::most_distance
 };
 
 // One layer of one decode step.
@@ -56,6 +59,7 @@ class LayerHooks {
   virtual ~LayerHooks() = default;
   virtual bool wants_prompt_mass() const { return false; }
   virtual const PromptMask* prompt_masks(int /*layer*/) const { return nullptr; }  // as PromptLayer::masks
+  virtual bool wants_prompt_lse() const { return false; }
   virtual bool wants_prompt_output() const { return true; }
   virtual bool wants_mass() const { return false; }  // the mass of decode steps
   // Token state that decode steps add their mass to. Then they give none.

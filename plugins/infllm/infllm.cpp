@@ -1,6 +1,6 @@
 // InfLLM: blocks of tokens lie on the host, and a step fetches the best ones. A few keys of a block stand for it, those
-// that near queries attended to most. Xiao et al., NeurIPS 2024. Here prompts attend to everything, and what is read
-// has the positions of the text.
+// that near queries attended to most. Xiao et al., NeurIPS 2024. Here prompts attend to everything, by the positions of
+// the text.
 #include <kvlab/blocks.hpp>
 #include <kvlab/plugin.hpp>
 
@@ -9,17 +9,27 @@
 #include <vector>
 
 namespace {
+enum class Positions { clamped, original };
+}
+
+template <>
+struct kvlab::Choices<Positions> {
+  static constexpr std::pair<Positions, const char*> all[] = {{Positions::clamped, "clamped"},
+                                                              {Positions::original, "original"}};
+};
+
+namespace {
 
 using kvlab::BudgetAmount;
 
 constexpr int most_tokens = 1 << 24;
-constexpr int together = 64;  // queries of a prompt whose attention is scratch at once
 
 class InfLlm final : public kvlab::Policy {
  public:
   explicit InfLlm(const kvlab::Params& p)
       : rule_{p.get<int>("sinks"), p.get<int>("block"), p.get<int>("window"), p.get<int>("representatives")},
-        top_(p.get<int>("top")) {
+        top_(p.get<int>("top")),
+        clamped_(p.get<Positions>("positions") == Positions::clamped) {
     rule_.unturned = p.get<bool>("clamped_scores");
     if (!p.get<bool>("local_scores")) rule_.representatives = rule_.block;
     if (rule_.representatives > rule_.block)
@@ -29,7 +39,7 @@ class InfLlm final : public kvlab::Policy {
   }
 
   kvlab::Needs needs() const override {
-    return kvlab::Needs{}.mass(kvlab::Mass::decode).host_pages(true).capturable(true);
+    return kvlab::Needs{}.mass(kvlab::Mass::decode).prompt_lse(true).host_pages(true).capturable(true);
   }
 
   void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
@@ -55,12 +65,13 @@ class InfLlm final : public kvlab::Policy {
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
-    add_mass_of_prompt(kv, s);
+    kvlab::ops::add_prompt_mass(kv, rule_.window, kept_.of(kv), s);
     if (kv.last[0]) fetch(kv, kv.last_queries(), {}, edits, s);
   }
 
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
     edits.attend(fetch(step, step.queries, {kvlab::Deadline::this_attention}, edits, s));
+    if (clamped_) edits.clamp_distance(rule_.window);
   }
 
   void observe(const kvlab::LayerStep& step, kvlab::Edits&, kvlab::Stream s) override {
@@ -68,24 +79,6 @@ class InfLlm final : public kvlab::Policy {
   }
 
  private:
-  // What each query of the chunk gives the keys of its window. Its softmax is over all that it sees.
-  void add_mass_of_prompt(const kvlab::LayerPrefill& kv, kvlab::Stream s) const {
-    const kvlab::View<const float, 4> queries = kv.chunk_queries.f32();
-    const auto count = static_cast<int>(queries.extent[2]);
-    std::vector<std::int32_t> seen;
-    for (int end = together; end < count + together; end += together)
-      seen.push_back(kv.position[0] - count + std::min(end, count));
-    const std::int32_t* seen_by = kvlab::upload(*kv.workspace, "seen by", seen.data(), {std::ssize(seen)}).data;
-    const kvlab::Scores votes = kv.query_head_scores("votes");
-    for (int first = 0, i = 0; first < count; first += together, ++i) {
-      kvlab::View<const float, 4> some = queries;
-      some.data += first * queries.stride[2];
-      some.extent[2] = std::min(together, count - first);
-      kvlab::ops::window_votes(some, seen_by + i, kv.pages, votes, s, {}, rule_.window);
-      kvlab::ops::add_block_mass(kv.pages, votes, 0, kept_.of(kv), s);
-    }
-  }
-
   // Blocks that left the window get their vectors while their pages are still here.
   kvlab::PageList fetch(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, kvlab::Deadline when,
                         kvlab::Edits& edits, kvlab::Stream s) const {
@@ -106,6 +99,7 @@ class InfLlm final : public kvlab::Policy {
 
   kvlab::BlockRule rule_;
   int top_, read_always_ = 0, room_ = 1;
+  bool clamped_;
   const std::int32_t* most_ = nullptr;
   kvlab::KeptBlocks kept_;
 };
@@ -115,12 +109,14 @@ class InfLlm final : public kvlab::Policy {
 KVLAB_PLUGIN(
     kvlab::policy<InfLlm>("infllm",
                           "blocks of tokens come back from the host when a step ranks them high (Xiao et al. "
-                          "2024). Prompts attend to everything, and what is read has the positions of the text")
+                          "2024). Prompts attend to everything, by the positions of the text")
         .param("sinks", 128, 0, most_tokens, "first tokens, which are read in any case, in whole pages")
         .param("window", 4096, 1, most_tokens, "newest tokens, which are read in any case and are in no block")
         .param("block", 128, 1, 65536, "tokens of a block, whole pages")
         .param("top", 16, 1, kvlab::any, "blocks that a step reads, if the budget has room for them")
         .param("representatives", 4, 1, 65536, "tokens of a block whose mean key stands for it")
+        .param("positions", Positions::clamped,
+               "where a step reads what lies before the window: clamped = at the window's end; original = where it is")
         .component("local_scores", "attention of near queries names the representatives; off = all tokens are")
         .component("clamped_scores",
                    "blocks are scored as if they lay at the window's end; off = by their own positions"))

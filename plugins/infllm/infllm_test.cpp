@@ -43,17 +43,27 @@ struct Plain {
     }
     return out;
   }
-  // The query at this text position attends to the tokens `read`.
-  void attend(int position, const std::vector<int>& read) {
+  // The query at this text position attends to the tokens `read`. `furthest`: the greatest distance that counts.
+  // Returns what it reads, of each query head.
+  std::vector<Vector> attend(int position, const std::vector<int>& read, int furthest = longest) {
     mass.resize(heads(), Vector(longest));
+    std::vector<Vector> out;
     for (std::size_t h = 0; h < heads(); ++h) {
       const Vector& q = run.layer(layer).queries.at[static_cast<std::size_t>(position)][h];
       Vector logits;
-      for (const int t : read) logits.push_back(dot(q, key(t, h)) / std::sqrt(static_cast<double>(q.size())));
+      for (const int t : read)
+        logits.push_back(dot(q, turned(key(t, h), std::max(0, position - furthest - t))) /
+                         std::sqrt(static_cast<double>(q.size())));
       const Vector shares = softmax(logits);
-      for (std::size_t i = 0; i < read.size(); ++i)
-        if (read[i] > position - window) mass[h][static_cast<std::size_t>(read[i])] += shares[i];
+      out.emplace_back(q.size());
+      for (std::size_t i = 0; i < read.size(); ++i) {
+        const auto t = static_cast<std::size_t>(read[i]);
+        if (read[i] > position - window) mass[h][t] += shares[i];
+        const auto& value = run.layer(layer).values.at[t][h / static_cast<std::size_t>(run.group())];
+        for (std::size_t d = 0; d < q.size(); ++d) out[h][d] += shares[i] * value[d];
+      }
     }
+    return out;
   }
   void make_blocks(int tokens) {
     for (int from = first + static_cast<int>(keys.size()) * block; from + block + window <= tokens; from += block) {
@@ -104,6 +114,7 @@ struct Part {
 
 void check_reads(std::map<std::string, ParamValue> given, int of_block, int budget, std::size_t blocks,
                  bool clamped = true, const std::vector<Part>& parts = {{prompt, steps}}) {
+  const int furthest = given.contains("positions") ? longest : window;
   OnText run(Role::policy, "infllm", params(std::move(given)), budget, longest, page);
   std::vector<Plain> layers;
   for (int layer = 0; layer < run.config().layers; ++layer) layers.push_back(Plain{run, layer, of_block, clamped});
@@ -131,7 +142,10 @@ void check_reads(std::map<std::string, ParamValue> given, int of_block, int budg
           CHECK(static_cast<int>(on.size()) <= budget / page);
           CHECK(static_cast<int>(run.pages_on(Tier::host, plain.layer, head).size()) >= position / page);
         }
-        plain.attend(position, tokens_of(wanted, position));
+        const auto outputs = plain.attend(position, tokens_of(wanted, position), furthest);
+        const auto& got = run.layer(plain.layer).outputs.at[static_cast<std::size_t>(step)];
+        for (std::size_t h = 0; h < outputs.size(); ++h)
+          for (std::size_t d = 0; d < outputs[h].size(); ++d) CHECK(got[h][d] == Approx(outputs[h][d]).margin(1e-4));
       }
     }
   }
@@ -145,6 +159,8 @@ TEST_CASE("infllm reads on real text what a plain implementation reads") {
   check_reads({{"top", std::int64_t{3}}}, few, 0, 3);
   check_reads({{"local_scores", false}}, block, least + block, 2);
   check_reads({{"clamped_scores", false}}, few, least + block, 2, false);
+  check_reads({{"positions", std::string("original")}}, few, least + block, 2);
+  check_reads({{"positions", std::string("original")}, {"clamped_scores", false}}, few, 0, 2, false);
 }
 
 TEST_CASE("infllm: a second prompt adds to the sums of tokens, and blocks that have vectors keep them") {
@@ -153,7 +169,7 @@ TEST_CASE("infllm: a second prompt adds to the sums of tokens, and blocks that h
 }
 
 TEST_CASE("infllm: sinks and window are the whole text, and the result is that of full attention") {
-  OnText run(Role::policy, "infllm", params(), 0, first + window, page);
+  OnText run(Role::policy, "infllm", params({{"positions", std::string("original")}}), 0, first + window, page);
   OnText full(Role::policy, "infllm", params({{"window", std::int64_t{1000}}}), 0, first + window, page);
   for (OnText* x : {&run, &full}) {
     x->prefill(20);
@@ -180,6 +196,21 @@ TEST_CASE("infllm: sinks and window are the whole text, and the result is that o
           CHECK(outputs[static_cast<std::size_t>(i - 20)][static_cast<std::size_t>(h)][d] == Approx(sum).margin(1e-4));
         }
       }
+  }
+}
+
+TEST_CASE("infllm: a text of the window's length has the positions that it has") {
+  OnText run(Role::policy, "infllm", params(), 0, longest, page);
+  OnText original(Role::policy, "infllm", params({{"positions", std::string("original")}}), 0, longest, page);
+  for (OnText* x : {&run, &original}) {
+    x->prefill(20);
+    for (int step = 20; step < window + 3; ++step) x->step();
+  }
+  // The query at place `window` is the first one for which the first token lies at the window's end.
+  for (int step = 0; step < window + 3 - 20; ++step) {
+    const auto of = [&](OnText& x) { return x.layer(0).outputs.at[static_cast<std::size_t>(step)]; };
+    CAPTURE(step);
+    CHECK((of(run) == of(original)) == (step + 20 <= window));
   }
 }
 

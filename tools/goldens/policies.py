@@ -121,6 +121,10 @@ class Full:
         """Attention of a KV head's queries q [G, D] to what it reads: output [G, D] and probabilities of the tokens read."""
         return attend(q, keys, values)
 
+    def clamped(self, keys, places, position):
+        """The keys [t, D] of these text positions as the attention of the query at `position` reads them."""
+        return keys
+
     def attended(self, layer, q, keys, kept, shares):
         """What this step's attention did, before `after`: shares [Hkv][G, len(kept)]; q and keys as in select."""
 

@@ -109,6 +109,7 @@ def decode(model, policy, caches, kept, position, token, result):
             heads = slice(kv * model.group, (kv + 1) * model.group)
             keys, values = cache.stored_k[kv, read[kv]], cache.stored_v[kv, read[kv]]
             query = q[heads]
+            keys = policy.clamped(keys, read[kv], position)
             if policy.cache_relative:
                 keys = model.rotate(keys[None], torch.arange(len(keys)))[0]
                 query = model.rotate(raw_q[heads], torch.tensor([len(keys) - 1]))[:, 0]

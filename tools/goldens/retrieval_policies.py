@@ -289,7 +289,8 @@ class InfLlm(Full):
         self.first, self.near, self.most = self.whole(spec.get("sinks", 128)), spec.get("window", 4096), spec.get("top", 16)
         self.local = spec.get("local_scores", True)
         self.representatives = spec.get("representatives", 4)
-        self.clamped = spec.get("clamped_scores", True)
+        self.at_end = spec.get("clamped_scores", True)
+        self.positions = spec.get("positions", "clamped")
         self.mass, self.vectors = {}, {}  # of a layer: [Hq, t], and [blocks made][Hq, D]
 
     def whole(self, tokens):
@@ -311,7 +312,7 @@ class InfLlm(Full):
         while self.first + (len(made) + 1) * self.block + self.near <= keys.shape[1]:
             begin = self.first + len(made) * self.block
             places = torch.arange(begin, begin + self.block)
-            of_block = self.model.expand(self.model.rotate(keys[:, places], -places) if self.clamped else keys[:, places])
+            of_block = self.model.expand(self.model.rotate(keys[:, places], -places) if self.at_end else keys[:, places])
             made.append(torch.stack([representative(of_block[head], self.mass[layer][head, places],
                                                     self.representatives if self.local else self.block)
                                      for head in range(self.model.heads)]))
@@ -319,7 +320,7 @@ class InfLlm(Full):
     def select(self, layer, q, k, kept):
         self.make(layer, k)
         seen, vectors = k.shape[1], self.vectors[layer]
-        asked = self.model.rotate(q[:, None], torch.tensor([self.near - (seen - 1)]))[:, 0] if self.clamped else q
+        asked = self.model.rotate(q[:, None], torch.tensor([self.near - (seen - 1)]))[:, 0] if self.at_end else q
         pages = list(range(-(-seen // self.page)))
         if vectors:
             always = self.first + self.whole(self.near + self.block - 1)
@@ -329,6 +330,12 @@ class InfLlm(Full):
             pages = [page for page in pages if self.block_of(page, len(vectors)) in (None, *inside)]
         read = pages_to_tokens(pages, self.page, seen)
         return [read] * self.model.kv_heads, [torch.tensor(pages)] * self.model.kv_heads
+
+    def clamped(self, keys, places, position):
+        """No key lies further than the window before the query."""
+        if self.positions == "original":
+            return keys
+        return self.model.rotate(keys[None], (position - self.near - places).clamp(min=0))[0]
 
     def block_of(self, page, made):
         block = (page * self.page - self.first) // self.block

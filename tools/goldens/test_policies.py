@@ -304,6 +304,10 @@ def test_infllm():
     policy.vectors[0] = [torch.tensor([[.5, .5]]), torch.tensor([[.9, -1]])]
     read, pages = policy.select(0, torch.tensor([[2., 0]]), torch.zeros(1, 7, 2), None)
     assert lists(pages) == [[0, 2, 3]] and lists(read) == [[0, 1, 4, 5, 6]]
+    turns = []
+    policy.model.rotate = lambda keys, places: (turns.append(places.tolist()), keys)[1]
+    policy.clamped(torch.zeros(4, 2), torch.tensor([0, 1, 4, 6]), 6)  # a window of 1: no further than 1
+    assert turns == [[5, 4, 1, 0]]
 
 
 def test_infinigen():

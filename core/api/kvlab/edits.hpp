@@ -136,6 +136,10 @@ class Edits {
   // the query head does not read the token. With a list of tokens it counts for the listed ones alone. It may be
   // scratch, and needs room for all tokens of a head. Token places are contiguous.
   void bias_logits(View<const float, 3> bias) { biases_.push_back(bias); }
+  // Only select() may, once, and in RopeRegime::original; else Errc::plugin. No edit: this step's attention reads a
+  // token that lies further than `most` text positions before the query as if it lay there. Attention of prompts never
+  // does.
+  void clamp_distance(int most) { distances_.push_back(most); }
   void evict(const TokenList& tokens, Deadline when = {}) { push(Edit::evict, tokens, when); }
   void evict_rest(const TokenList& kept, Deadline when = {}) { push(Edit::evict_rest, kept, when); }
   // Finds the tokens and evicts them at once: one launch on the GPU.
@@ -201,6 +205,7 @@ class Edits {
   const std::vector<HeadLogits>& logits() const { return logits_; }
   const std::vector<MadeUpTokens>& made_up() const { return made_up_; }
   const std::vector<View<const float, 3>>& biases() const { return biases_; }
+  const std::vector<int>& distances() const { return distances_; }
 
  private:
   Edit& push(Edit::Verb verb, const IndexList& list, Deadline when) {
@@ -218,6 +223,7 @@ class Edits {
   std::vector<HeadLogits> logits_;
   std::vector<MadeUpTokens> made_up_;
   std::vector<View<const float, 3>> biases_;
+  std::vector<int> distances_;
 };
 
 }  // namespace kvlab

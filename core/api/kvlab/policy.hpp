@@ -104,6 +104,7 @@ class Needs {
   // callback gets scratch for the keys and values of a sequence's layer, too. Other regimes than RopeRegime::original,
   // codes and archives are Errc::unsupported.
   Needs& functional(bool yes) { return functional_ = yes, *this; }
+  Needs& prompt_lse(bool yes) { return prompt_lse_ = yes, *this; }  // LayerPrefill::lse
   // The arrays of a profile file, which the experiment names. They come through load_profile.
   Needs& profile(bool yes) { return profile_ = yes, *this; }
 
@@ -132,6 +133,7 @@ class Needs {
   bool next_queries() const { return next_queries_; }
   bool finish_prompt() const { return finish_prompt_; }
   bool functional() const { return functional_; }
+  bool prompt_lse() const { return prompt_lse_; }
   bool host_pages() const { return host_pages_; }
   bool archive() const { return archive_; }
   bool pauses() const { return pauses_; }
@@ -169,6 +171,7 @@ class Needs {
   bool steps_ = false;
   bool token_ids_ = false;
   bool functional_ = false;
+  bool prompt_lse_ = false;
   int scratch_numbers_ = 4;
 };
 
@@ -312,6 +315,10 @@ struct LayerKv {
 // row, so no chunk and no window of queries is ragged.
 struct LayerPrefill : LayerKv {
   const bool* last = nullptr;  // [row] this chunk ends the prompt; host memory
+  // [row, query head, i] of chunk_queries, if needs() asks for it: the natural logarithm of the sum of exp(q . k_j /
+  // sqrt(D)) over all tokens that the query sees. Attention leaves it at no cost where its kernels are those of plain
+  // 16-bit pages on a GPU. Elsewhere it is empty.
+  View<const float, 3> lse;
 
   // The queries of the chunk's last token, like LayerKv::queries.
   Tensor<3> last_queries() const {

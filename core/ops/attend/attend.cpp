@@ -50,6 +50,10 @@ void check(const AttendArgs& a, int group) {
     if (a.bias.extent[0] < kv.rows || a.bias.extent[1] < a.queries.extent[1] || a.bias.stride[2] != 1)
       fail(Errc::internal, op, "got a bias of another shape, wanted [row, query head, token]");
   }
+  if (a.most_distance > 0 && (!a.last || !kv.rope_table.inv_freq || kv.rope != RopeRegime::original))
+    fail(Errc::internal, op,
+         "got a distance to clamp without query positions or a RoPE table, or keys that RoPE turns by rank, wanted "
+         "`last` and keys that it turned by text positions");
   if ((a.window > 0 || a.masks) && !a.last)
     fail(Errc::internal, op, "got a window or masks without query positions, wanted `last`");
   if (a.pages && a.tokens) fail(Errc::internal, op, "got a list of pages and a list of tokens, wanted one of the two");

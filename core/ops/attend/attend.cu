@@ -49,15 +49,16 @@ const CUtensorMap& unit_map(const void* base, int box_rows, bool half) {
   return maps.emplace(key, cuda::matrix_map(base, half, 0x7fffffff, 64, 64, box_rows)).first->second;
 }
 
+// Whether the kernel turns keys as it reads them.
+static bool turns(const AttendArgs& in) { return in.kv.rope == RopeRegime::cache_relative || in.most_distance > 0; }
+
 static bool takes_layout(const AttendArgs& in, const PageLayout& l) {
   const PagedKv& kv = in.kv;
   const int dim = kv.head_dim, p = kv.page_size, group = static_cast<int>(in.queries.extent[1]) / kv.kv_heads;
   if (l.codec.k.bits || l.codec.v.bits)
-    return decode::takes_codes(l) && group <= 8 && kv.rope != RopeRegime::cache_relative &&
-           (!in.rounded || l.dtype != DType::f32);
+    return decode::takes_codes(l) && group <= 8 && !turns(in) && (!in.rounded || l.dtype != DType::f32);
   return (l.dtype == DType::bf16 || l.dtype == DType::f16) && (dim == 64 || dim == 96 || dim == 128 || dim == 256) &&
-         (p == 16 || p == 32 || p == 64 || (p == 8 && dim != 96)) && group <= 16 &&
-         (kv.rope != RopeRegime::cache_relative || dim % 64 == 0);
+         (p == 16 || p == 32 || p == 64 || (p == 8 && dim != 96)) && group <= 16 && (!turns(in) || dim % 64 == 0);
 }
 
 static bool takes_tokens(const AttendArgs& in) {
@@ -65,8 +66,8 @@ static bool takes_tokens(const AttendArgs& in) {
   const PageLayout& l = kv.layouts[0];
   const int dim = kv.head_dim;
   return !l.codec.k.bits && !l.codec.v.bits && l.dtype != DType::f32 && (dim == 64 || dim == 128 || dim == 256) &&
-         static_cast<int>(in.queries.extent[1]) / kv.kv_heads <= 16 && kv.rope != RopeRegime::cache_relative &&
-         !kv.lower_pages && !in.mass && !in.logits.out && in.tokens->index.stride[2] == 1;
+         static_cast<int>(in.queries.extent[1]) / kv.kv_heads <= 16 && !turns(in) && !kv.lower_pages && !in.mass &&
+         !in.logits.out && in.tokens->index.stride[2] == 1;
 }
 
 bool attend_pipelined(const AttendArgs& in) {
@@ -135,9 +136,13 @@ static void attend_part(const AttendArgs& in, const MassShares* shares, const Pa
   Args a = decode::args_of(in, l, s);
   a.part = part;
   const CUtensorMap* map = codes || in.tokens ? nullptr : &decode::map_of_units(kv, a);
-  const bool turn = kv.rope == RopeRegime::cache_relative;
-  const std::int32_t* ranks = turn ? token_ranks(DeviceKv(kv), s.handle()) : nullptr;
-  if (turn) a.inv_freq = kv.rope_table.inv_freq, a.turn_scale = kv.rope_table.attention_scale;
+  const bool turn = turns(in);
+  const std::int32_t* ranks = !turn ? nullptr
+                              : in.most_distance > 0
+                                  ? tokens_beyond(DeviceKv(kv), in.last, in.most_distance, s.handle())
+                                  : token_ranks(DeviceKv(kv), s.handle());
+  if (turn) a.inv_freq = kv.rope_table.inv_freq;
+  if (turn) a.turn_scale = in.most_distance > 0 ? 1 : kv.rope_table.attention_scale;  // stored keys carry it
   a.rank_room = static_cast<int>(kv.table.extent[2]) * kv.page_size;
   const int at_once = max_pairs / kv.kv_heads;
   for (int begin = 0; begin < kv.rows; begin += at_once) {

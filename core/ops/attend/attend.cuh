@@ -7,11 +7,11 @@
 namespace kvlab::ops {
 
 // Whether the pipelined kernel takes the arguments. It takes bf16 or f16 rows in pages of 8, 16, 32 or 64 tokens,
-// head_dim 64, 96, 128 or 256, and groups up to 16. With cache_relative it does not take head_dim 96. It takes codes of
-// most codecs (attend_codes.cu) in pages of 16 or 32 tokens, head_dim 64 or 128, groups up to 8, without
-// cache_relative. It takes a list of tokens in bf16 or f16 rows of 64, 128 or 256 elements and groups up to 16, with or
-// without a bias. Such a list goes to the general kernel with cache_relative, mass, logits to keep or two codecs. A
-// bias without a list does, too.
+// head_dim 64, 96, 128 or 256, and groups up to 16. With cache_relative or a distance to clamp it does not take
+// head_dim 96. It takes codes of most codecs (attend_codes.cu) in pages of 16 or 32 tokens, head_dim 64 or 128, groups
+// up to 8, without cache_relative or a distance to clamp. It takes a list of tokens in bf16 or f16 rows of 64, 128 or
+// 256 elements and groups up to 16, with or without a bias. Such a list goes to the general kernel with cache_relative,
+// a distance to clamp, mass, logits to keep or two codecs. A bias without a list does, too.
 bool attend_pipelined(const AttendArgs& a);
 // The general kernel takes any codec, head_dim, page size, group and regime, and lists of pages and tokens. The
 // capacity of the table and of a list of tokens sets the number of parts; their contents do not.

@@ -38,6 +38,9 @@ struct AttendArgs {
   // -inf = the query head does not read the token. Room for fewer tokens than a head holds is Errc::internal on the
   // CPU; on CUDA it counts as 0 for the others.
   View<const float, 3> bias;
+  // Above 0: a token that lies further than so many text positions before the query counts as that far, so its key is
+  // turned on. It needs `last`, a RoPE table and RopeRegime::original: else Errc::internal.
+  int most_distance = 0;
 };
 
 // Splits every row into chunks of pages or of listed tokens and merges their partial softmaxes in order. On the CPU

@@ -217,6 +217,8 @@ void attend_any_cuda(const AttendArgs& in, Stream s) {
   if (in.kv.rope == RopeRegime::cache_relative) {
     a.rank = token_ranks(a.kv, s.handle());
     a.scale *= in.kv.rope_table.attention_scale;
+  } else if (in.most_distance > 0) {
+    a.rank = tokens_beyond(a.kv, in.last, in.most_distance, s.handle());
   }
   const int most = in.tokens ? static_cast<int>(std::min<std::int64_t>(a.room, a.list.extent[2])) : a.room;
   a.part_tokens = std::max(256, static_cast<int>(std::bit_ceil(static_cast<unsigned>(most / most_parts))));

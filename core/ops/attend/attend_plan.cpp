@@ -59,7 +59,7 @@ void AttendPlan::fill(const AttendArgs& a, int group) {
         tasks_.push_back({r, h, c, static_cast<std::int64_t>(tasks_.size()) * group});
       first_task_.push_back(static_cast<int>(tasks_.size()));
     }
-  ranks_.fill(kv);
+  a.most_distance > 0 ? ranks_.fill_beyond(kv, a.last, a.most_distance) : ranks_.fill(kv);
 }
 
 void AttendPlan::pieces(const PagedKv& kv, int row, int head, int chunk, int most, std::vector<Piece>& out) const {

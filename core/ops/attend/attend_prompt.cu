@@ -30,7 +30,7 @@ struct Args {
   std::int64_t length_slot, table_slot;
   const float* queries;
   std::int64_t query_row, query_head;
-  float *out, *lse, *sums;  // lse [token, query head], times log2(e), or null
+  float *out, *lse, *sums;  // lse [token, query head], or null
   PromptLse sums_lse;       // log-sum-exp that sums_kernel uses
   void* rounded;            // null, or dense and written instead of out
   std::int64_t out_row, out_head, sum_head;
@@ -205,7 +205,8 @@ __global__ void __launch_bounds__(32 * warps, 1)
           *reinterpret_cast<float2*>(to + element_of<Dim>(g, 2 * t)) =
               make_float2(o[c][t][h] * share, o[c][t][2 + h] * share);
       }
-      if (a.lse && g == 0) a.lse[std::int64_t(token) * a.heads + head] = high[c][h] + log2f(sum[c][h]);
+      if (a.lse && g == 0)
+        a.lse[std::int64_t(token) * a.heads + head] = (high[c][h] + log2f(sum[c][h])) * (1.f / log2e);
     }
 }
 
@@ -255,9 +256,8 @@ __global__ void __launch_bounds__(32 * warps, 1) sums_kernel(const __grid_consta
       *reinterpret_cast<unsigned*>(tile + token * U::query_stride + e * 2) = Pair<T>::pack(x.x, x.y);
     }
     for (int i = threadIdx.x; i < U::queries; i += blockDim.x)
-      lse[i] = first + i < a.tokens
-                   ? a.sums_lse.data[(first + i) * a.sums_lse.row + head * a.sums_lse.head] * a.sums_lse.unit
-                   : INFINITY;
+      lse[i] = first + i < a.tokens ? a.sums_lse.data[(first + i) * a.sums_lse.row + head * a.sums_lse.head] * log2e
+                                    : INFINITY;
     __syncthreads();
     if (place >= min(seen + first + U::queries - 1, total)) continue;
 #pragma unroll
@@ -366,17 +366,18 @@ static bool attend_prompt_cuda(const PromptArgs& in, Workspace&, Stream s) {
   const cudaStream_t stream = stream_of(s);
   PromptRows dense;
   if (in.kernel == PromptKernel::own || in.masks ||
-      !attend_prompt_cudnn(in, scale, in.sums ? &a.sums_lse : nullptr, dense, s)) {
+      !attend_prompt_cudnn(in, scale, in.sums || in.lse ? &a.sums_lse : nullptr, dense, s)) {
     if (in.kernel == PromptKernel::cudnn) return false;
-    if (in.sums) {
+    if (in.sums || in.lse) {
       a.lse = static_cast<float*>(fixed_scratch(s.handle(), "attend_prompt lse",
                                                 std::size_t(a.tokens) * static_cast<std::size_t>(a.heads) * 4));
-      a.sums_lse = {a.lse, a.heads, 1, 1};
+      a.sums_lse = {a.lse, a.heads, 1};
     }
     const int rows = static_cast<int>(std::min(p, unit_tokens) * dim * 2 / granule_bytes) * (a.joint ? 2 : 1);
     const CUtensorMap& map = unit_map(kv.base, rows, half);
     with_type(half, dim, [&]<class T, int Dim>() { launch_attention<T, Dim>(a, map, kv.kv_heads, stream); });
   }
+  if (in.lse) *in.lse = {a.sums_lse.data, {a.heads, a.tokens}, {a.sums_lse.head, a.sums_lse.row}};
   if (in.sums) {
     if (attend_prompt_sums(in, dense, a.sums_lse, a.scale, s)) return true;
     a.sums = in.sums.data, a.sum_head = in.sums.stride[0];

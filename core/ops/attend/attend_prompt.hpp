@@ -54,6 +54,9 @@ struct PromptArgs {
   // Optional, replaces out: [prompt_room(rows), query head, head_dim] of the pages' dtype, dense, 16-byte aligned. The
   // op may also write the rows after the last one.
   void* rounded = nullptr;
+  // Optional: gets the logarithm of the sum of exponentials that each softmax divides by, [query head, token], natural.
+  // The stream keeps it until its next call. It stays empty if the op returns false.
+  View<const float, 2>* lse = nullptr;
   int longest = 0;  // most tokens that the last row sees; 0: unknown, and the op does not use cuDNN
   PromptKernel kernel = PromptKernel::best;
 };

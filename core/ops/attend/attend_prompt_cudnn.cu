@@ -88,7 +88,7 @@ bool run(const PromptArgs& in, float scale, PromptLse* lse, PromptRows& rows, St
   if (!plan->run(d, workspace, stream)) return false;
   ++chunks;
   if (!in.rounded) widen(d.out, s.dtype, dim, in.out, stream);
-  if (lse) *lse = {d.stats, 1, s.queries, log2e};
+  if (lse) *lse = {d.stats, 1, s.queries};
   return true;
 }
 

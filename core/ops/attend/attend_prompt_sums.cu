@@ -5,6 +5,7 @@
 // before into probabilities. Sums stay in registers: a lane has two queries and 32 tokens of a tile. All queries come
 // in order, so a sum does not depend on the schedule of blocks.
 #include <algorithm>
+#include <cmath>
 #include <new>
 #include <type_traits>
 
@@ -13,6 +14,7 @@
 #include "base/scratch.cuh"
 #include "base/tensor_map.hpp"
 #include "ops/attend/attend_prompt.cuh"
+#include "ops/attend/attend_unit.cuh"
 
 namespace kvlab::ops {
 using namespace cuda;
@@ -22,13 +24,14 @@ constexpr int groups = 2, threads = 128 * groups, tokens_each = 128, block_token
 constexpr int tile = 64, stages = 4;  // queries of a tile; tiles in shared memory
 
 struct Args {
-  const std::int32_t* length;  // [slot, kv_head] tokens that the first query sees
+  const std::int32_t* length;  // [slot, kv_head] tokens that the first query sees; null: `seen`
   std::int64_t length_slot, length_head;
   const std::int32_t* slots;
   PromptLse lse;
   float* sums;
   std::int64_t sum_head;
   int tokens, heads, group, room;
+  int seen, window;  // near sums only: a query counts for its `window` newest tokens
   float scale;
 };
 
@@ -40,7 +43,8 @@ struct Place {
   static constexpr std::size_t bytes = 1024 + keys_bytes + stages * tile_bytes + (1 + 2 * stages) * 8;
 };
 
-template <class T, int Dim>
+// Near: tokens count for the queries near them alone, and the sums are added to what is there.
+template <class T, int Dim, bool Near>
 __global__ void __launch_bounds__(threads, 1)
     sums_kernel(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap query_map,
                 const __grid_constant__ CUtensorMap key_map) {
@@ -49,12 +53,16 @@ __global__ void __launch_bounds__(threads, 1)
   const int mine = static_cast<int>(threadIdx.x), wide = mine / 128, warp = mine / 32 % 4, lane = mine % 32,
             g = lane / 4, q = lane % 4;
   const int head = blockIdx.y, kv_head = head / a.group, place = static_cast<int>(blockIdx.x) * block_tokens;
-  const int seen = a.length[a.slots[0] * a.length_slot + kv_head * a.length_head], total = seen + a.tokens - 1;
+  const int seen = Near ? a.seen : a.length[a.slots[0] * a.length_slot + kv_head * a.length_head],
+            total = seen + a.tokens - 1;
   if (place >= total) return;
   const unsigned keys = (shared_address(memory) + 1023) / 1024 * 1024, tiles_at = keys + P::keys_bytes;
   // An even number of tiles, and one more, whose products nobody reads: ptxas lets products and other work overlap
   // only where no branch lies between them.
-  const int first = max(0, place + 1 - seen) / tile * tile, tiles = (a.tokens - first + 2 * tile - 1) / (2 * tile) * 2;
+  const int first = max(0, place + 1 - seen) / tile * tile,
+            end = Near ? min(a.tokens, place + block_tokens - seen + a.window) : a.tokens,
+            tiles = (end - first + 2 * tile - 1) / (2 * tile) * 2;
+  if (Near && end <= first) return;
 
   // Barriers: the keys have come; for each stage, its tile has come, and both groups' products of it are done.
   const unsigned keys_here = tiles_at + stages * P::tile_bytes, tile_here = keys_here + 8,
@@ -91,14 +99,14 @@ __global__ void __launch_bounds__(threads, 1)
   };
   const auto lse_of = [&](int n, int r) {
     const int token = first + n * tile + 16 * warp + g + 8 * r;
-    return token < a.tokens ? a.lse.data[token * a.lse.row + head * a.lse.head] * a.lse.unit : INFINITY;
+    return token < a.tokens ? a.lse.data[token * a.lse.row + head * a.lse.head] * log2e : INFINITY;
   };
 
   float even[64], odd[64], sum[32] = {}, next[2] = {lse_of(0, 0), lse_of(0, 1)};
   barrier_wait(keys_here, 0);
   multiply(0, even);
   const int mine_from = place + wide * tokens_each;
-  // Masked: the group's tokens are not all seen by all queries of the tile.
+  // Masked: not all of the group's tokens count for all queries of the tile.
   const auto add = [&](auto masked, int n, float(&c)[64], float(&after)[64]) {
     wait_products(c);
     __syncwarp();
@@ -118,7 +126,10 @@ __global__ void __launch_bounds__(threads, 1)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float x = exp2_fast(c[4 * i + h] * a.scale - lse[0]), y = exp2_fast(c[4 * i + 2 + h] * a.scale - lse[1]);
-        if constexpr (masked)
+        if constexpr (masked && Near)
+          sum[2 * i + h] += (8 * i + h < newest && 8 * i + h >= newest - a.window ? x : 0.f) +
+                            (8 * i + h < newest + 8 && 8 * i + h >= newest + 8 - a.window ? y : 0.f);
+        else if constexpr (masked)
           sum[2 * i + h] += (8 * i + h < newest ? x : 0.f) + (8 * i + h < newest + 8 ? y : 0.f);
         else
           sum[2 * i + h] += x + y;
@@ -128,7 +139,11 @@ __global__ void __launch_bounds__(threads, 1)
             masked = min(max(0, (whole + 2 * tile - 1) / (2 * tile) * 2), tiles);
   int n = 0;
   for (; n < masked; n += 2) add(std::true_type{}, n, even, odd), add(std::true_type{}, n + 1, odd, even);
-  for (; n < tiles; n += 2) add(std::false_type{}, n, even, odd), add(std::false_type{}, n + 1, odd, even);
+  // Near: all queries of these tiles count for all of the group's tokens.
+  const int clear = Near ? min(tiles, max(0, mine_from + 1 + a.window - seen - first) / (2 * tile) * 2) : tiles;
+  for (; n < clear; n += 2) add(std::false_type{}, n, even, odd), add(std::false_type{}, n + 1, odd, even);
+  if constexpr (Near)
+    for (; n < tiles; n += 2) add(std::true_type{}, n, even, odd), add(std::true_type{}, n + 1, odd, even);
   wait_products(even);
 
 #pragma unroll
@@ -142,16 +157,17 @@ __global__ void __launch_bounds__(threads, 1)
   if (place + mine >= total) return;
   float all = 0;
   for (int w = 0; w < 4; ++w) all += of_warps[(wide * 4 + w) * tokens_each + mine % 128];
-  a.sums[head * a.sum_head + place + mine] = all;
+  float& to = a.sums[head * a.sum_head + place + mine];
+  to = Near ? to + all : all;
 }
 
-template <class T, int Dim>
-void launch_sums(const Args& a, const PromptRows& rows, int kv_heads, int most, cudaStream_t stream) {
+template <class T, int Dim, bool Near>
+void launch_dim(const Args& a, const PromptRows& rows, int kv_heads, int most, cudaStream_t stream) {
   constexpr bool half = std::is_same_v<T, __half>;
   const CUtensorMap queries = matrix_map(rows.queries, half, a.tokens, std::int64_t{a.heads} * Dim,
                                          std::int64_t{a.heads} * Dim, tile),
                     keys = matrix_map(rows.keys, half, std::int64_t{kv_heads} * a.room, Dim, Dim, tokens_each);
-  const auto kernel = sums_kernel<T, Dim>;
+  const auto kernel = sums_kernel<T, Dim, Near>;
   static const cudaError_t once =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Place<Dim>::bytes));
   check(once, "attend_prompt_sums");
@@ -159,6 +175,18 @@ void launch_sums(const Args& a, const PromptRows& rows, int kv_heads, int most, 
            threads, Place<Dim>::bytes, stream>>>(a, queries, keys);
   check_launch("attend_prompt_sums");
 }
+
+// `most`: places of a row.
+template <bool Near>
+void launch_sums(const Args& a, const PromptRows& rows, const PagedKv& kv, int most, Stream s) {
+  const auto go = [&]<class T>() {
+    kv.head_dim == 64 ? launch_dim<T, 64, Near>(a, rows, kv.kv_heads, most, stream_of(s))
+                      : launch_dim<T, 128, Near>(a, rows, kv.kv_heads, most, stream_of(s));
+  };
+  kv.layouts[0].dtype == DType::f16 ? go.template operator()<__half>() : go.template operator()<__nv_bfloat16>();
+}
+
+constexpr int near_queries = 8192;  // of a launch: their rounded copies are scratch
 
 }  // namespace
 
@@ -187,13 +215,51 @@ bool attend_prompt_sums(const PromptArgs& in, PromptRows rows, const PromptLse& 
   a.group = a.heads / kv.kv_heads;
   a.room = rows.room;
   a.scale = scale;
-  const auto go = [&]<class T>() {
-    dim == 64 ? launch_sums<T, 64>(a, rows, kv.kv_heads, most, stream_of(s))
-              : launch_sums<T, 128>(a, rows, kv.kv_heads, most, stream_of(s));
-  };
-  kv.layouts[0].dtype == DType::f16 ? go.template operator()<__half>() : go.template operator()<__nv_bfloat16>();
+  launch_sums<false>(a, rows, kv, most, s);
   return true;
 } catch (const std::bad_alloc&) {  // another kernel reads the pages
+  return false;
+}
+
+bool attend_prompt_near(const NearSums& in, Stream s) try {
+  const PagedKv& kv = in.kv;
+  const PageLayout& l = kv.layouts[0];
+  const int dim = kv.head_dim, count = static_cast<int>(in.queries.extent[0]),
+            heads = static_cast<int>(in.queries.extent[1]);
+  if ((dim != 64 && dim != 128) || l.codec.k.bits || (l.dtype != DType::bf16 && l.dtype != DType::f16) ||
+      kv.lower_pages || in.queries.stride[1] != dim || in.queries.stride[0] % 4 != 0)
+    return false;
+  const int most = std::min(count, near_queries), room = most + std::min(in.window, in.seen + count) + kv.page_size;
+  void* keys =
+      fixed_scratch(s.handle(), "near keys", static_cast<std::size_t>(std::int64_t{kv.kv_heads} * room * dim * 2));
+  Args a = {};
+  a.heads = heads, a.group = heads / kv.kv_heads;
+  a.sum_head = in.sums.stride[0];
+  a.window = in.window;
+  a.scale = log2e / std::sqrt(static_cast<float>(dim));
+  for (int at = 0; at < count; at += most) {
+    const int here = std::min(most, count - at), seen = in.seen + at,
+              from = std::max(0, seen - in.window) / kv.page_size * kv.page_size;
+    PromptArgs some;
+    some.kv = kv;
+    some.kv.rows = here;
+    some.queries = in.queries;
+    some.queries.data += at * in.queries.stride[0];
+    some.queries.extent[0] = here;
+    a.tokens = here;
+    a.seen = seen - from;
+    a.lse = in.lse;
+    a.lse.data += at * in.lse.row;
+    a.sums = in.sums.data + from;
+    PromptRows rows;
+    rows.queries = rounded_queries(some, most, s);
+    rows.keys = keys;
+    rows.room = a.room = std::min(room, a.seen + here - 1);
+    gather_prompt(kv, rows.room, keys, nullptr, nullptr, s, from);
+    launch_sums<true>(a, rows, kv, rows.room, s);
+  }
+  return true;
+} catch (const std::bad_alloc&) {
   return false;
 }
 

@@ -18,12 +18,25 @@ struct HeadContent {
   std::vector<float> values;
   std::vector<std::int32_t> position;
 
-  HeadContent(const PagedKv& kv, int row, int head)
-      : tokens(kv.tokens(row, head)),
-        keys(rows(kv, row, head, KvSide::key), kv.head_dim),
-        values(rows(kv, row, head, KvSide::value)),
+  HeadContent(const AttendArgs& a, int row, int head)
+      : tokens(a.kv.tokens(row, head)),
+        keys(clamped(a, row, head), a.kv.head_dim),
+        values(rows(a.kv, row, head, KvSide::value)),
         position(tokens) {
-    token_positions_reference(kv, row, head, tokens, position.data());
+    token_positions_reference(a.kv, row, head, tokens, position.data());
+  }
+  // Keys, turned on where they lie too far.
+  static std::vector<float> clamped(const AttendArgs& a, int row, int head) {
+    std::vector<float> out = rows(a.kv, row, head, KvSide::key);
+    if (a.most_distance <= 0) return out;
+    std::vector<std::int32_t> at(static_cast<std::size_t>(a.kv.tokens(row, head)));
+    token_positions_reference(a.kv, row, head, static_cast<int>(at.size()), at.data());
+    RopeTable rope = a.kv.rope_table;
+    rope.attention_scale = 1;
+    for (std::size_t t = 0; t < at.size(); ++t)
+      if (const int beyond = a.last[row] - a.most_distance - at[t]; beyond > 0)
+        rotate_reference(&out[t * static_cast<std::size_t>(a.kv.head_dim)], rope, beyond);
+    return out;
   }
   static std::vector<float> rows(const PagedKv& kv, int row, int head, KvSide side) {
     std::vector<float> out(std::size_t(kv.tokens(row, head)) * kv.head_dim);
@@ -88,7 +101,7 @@ void attend_reference(const AttendArgs& a) {
   const int group = static_cast<int>(a.queries.extent[1]) / a.kv.kv_heads;
   for (int r = 0; r < a.kv.rows; ++r)
     for (int head = 0; head < a.kv.kv_heads; ++head) {
-      const HeadContent content(a.kv, r, head);
+      const HeadContent content(a, r, head);
       for (int q = head * group; q < (head + 1) * group; ++q) attend_query(a, content, r, q, scale);
     }
 }

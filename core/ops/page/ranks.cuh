@@ -75,4 +75,26 @@ inline const std::int32_t* token_ranks(const DeviceKv& kv, void* stream) {
   return rank;
 }
 
+static __global__ void __launch_bounds__(rank_threads)
+    beyond_kernel(const __grid_constant__ DeviceKv kv, const std::int32_t* last, int most, std::int32_t* out,
+                  std::int64_t room) {
+  const int head = blockIdx.x, row = blockIdx.y, n = kv.tokens(row, head);
+  out += (std::int64_t(row) * kv.kv_heads + head) * room;
+  for (int t = blockIdx.z * rank_threads + threadIdx.x; t < n; t += gridDim.z * rank_threads)
+    out[t] = kv.entry(row, head, t / kv.page_size).frame == null_frame
+                 ? 0  // attention does not read the page
+                 : max(0, last[row] - most - kv.position(row, head, t));
+}
+
+// In place of ranks: how many text positions a token lies further than `most` before last[row].
+inline const std::int32_t* tokens_beyond(const DeviceKv& kv, const std::int32_t* last, int most, void* stream) {
+  const std::int64_t room = kv.kv.table.extent[2] * kv.page_size;
+  const std::size_t bytes = std::size_t(kv.kv.rows) * std::size_t(kv.kv_heads) * std::size_t(room) * 4;
+  auto* out = static_cast<std::int32_t*>(cuda::fixed_scratch(stream, "token ranks", bytes));
+  const dim3 grid(static_cast<unsigned>(kv.kv_heads), static_cast<unsigned>(kv.kv.rows), rank_blocks(room));
+  beyond_kernel<<<grid, rank_threads, 0, cuda::stream_of(stream)>>>(kv, last, most, out, room);
+  cuda::check_launch("tokens beyond");
+  return out;
+}
+
 }  // namespace kvlab::ops

@@ -112,4 +112,26 @@ void HeadRanks::fill(const PagedKv& kv, const Heads& heads) {
         token_ranks(kv, r, h, kv.tokens(r, h), rank_.data() + (std::int64_t{r} * heads_ + h) * longest_);
 }
 
+void HeadRanks::fill_beyond(const PagedKv& kv, const std::int32_t* last, int most) {
+  heads_ = kv.kv_heads;
+  longest_ = longest(kv);
+  int furthest = 0;
+  rank_.assign(std::size_t(kv.rows) * heads_ * longest_, 0);
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < heads_; ++h) {
+      std::int32_t* beyond = rank_.data() + (std::int64_t{r} * heads_ + h) * longest_;
+      for (int t = 0; t < kv.tokens(r, h); ++t) {
+        const PageEntry& e = kv.entry(r, h, t / kv.page_size);
+        if (e.frame == null_frame) continue;  // a page that attention does not read
+        const auto* position = reinterpret_cast<const std::int32_t*>(kv.frame(e) + kv.layout(e).positions);
+        beyond[t] = std::max(0, last[r] - most - position[t % kv.page_size]);
+        furthest = std::max(furthest, beyond[t]);
+      }
+    }
+  if (furthest == 0) return rope_.reset();  // keys are read as they are
+  RopeTable rope = kv.rope_table;
+  rope.attention_scale = 1;  // cached keys carry it
+  rope_ = rope_rows(rope, furthest + 1);
+}
+
 }  // namespace kvlab::ops

@@ -61,6 +61,8 @@ class TokenRows {
 class HeadRanks {
  public:
   void fill(const PagedKv& kv, const Heads& heads = {});  // it reads no page of a head that `heads` leaves out
+  // In place of ranks: how many text positions a token lies further than `most` before last[row].
+  void fill_beyond(const PagedKv& kv, const std::int32_t* last, int most);
   const std::int32_t* of(int row, int head) const {
     return rope_ ? rank_.data() + (std::int64_t{row} * heads_ + head) * longest_ : nullptr;
   }

@@ -525,8 +525,8 @@ bool serves(const AttendArgs& in) {
   const PageLayout& l = kv.layouts[0];
   return !in.tokens && !in.bias && attend_pipelined(in) && l.codec.k.bits == 0 && l.codec.v.bits == 0 &&
          !kv.lower_pages && (kv.head_dim == 64 || kv.head_dim == 128) && kv.page_size >= unit_tokens &&
-         kv.rope != RopeRegime::cache_relative && in.window == 0 && !in.mass && !in.logits.out &&
-         kv.rows * kv.kv_heads <= max_pairs && in.queries.extent[1] <= most_group * kv.kv_heads;
+         kv.rope != RopeRegime::cache_relative && in.window == 0 && in.most_distance == 0 && !in.mass &&
+         !in.logits.out && kv.rows * kv.kv_heads <= max_pairs && in.queries.extent[1] <= most_group * kv.kv_heads;
 }
 
 bool serves(const PagedKv& kv, const Summaries& summaries, const page_scores::Args& c) {

@@ -39,7 +39,7 @@ PolicySpec spec_of(const json& p, Registry& registry) {
   std::map<std::string, ParamValue> params;
   for (const auto& [key, value] : p.items()) {
     if (key == "name" || key == "budget" || key == "codec" || key == "page_size" || key == "profile") continue;
-    const std::string name = key == "positions" ? "rope" : key;
+    const std::string name = key == "positions" && s.name == "streaming_llm" ? "rope" : key;
     if (value.is_boolean()) params[name] = value.get<bool>();
     if (value.is_number_integer()) params[name] = value.get<std::int64_t>();
     if (value.is_number_float()) params[name] = value.get<double>();

@@ -36,6 +36,35 @@ TEST_CASE("attend: two tokens by hand") {
   CHECK(mass(0, 0, 1) == Approx(0.75));
 }
 
+TEST_CASE("attend: keys of far tokens by hand") {
+  // Tokens 0 to 2 have a key of one pair, which turns by `slow` a place. The query lies at place 10.
+  PagedFixture cache({});
+  const double slow = std::pow(10000., -2. / 16);
+  std::vector<float> k(16, 0.f), v(16, 0.f), q(16, 0.f);
+  k[1] = 2, q[1] = 3, q[9] = 1;
+  for (int t = 0; t < 3; ++t) cache.append(0, 0, k, v, t);
+  const std::vector<std::int32_t> last{10};
+  for (const bool reference : {false, true})
+    for (const int most : {0, 4, 9, 10}) {
+      CAPTURE(reference, most);
+      HeapWorkspace w;
+      Guarded<3> out({1, 1, 16}), mass({1, 1, 3});
+      ops::AttendArgs a;
+      a.kv = cache.view();
+      a.kv.rope_table.attention_scale = 3;  // is in keys and queries already
+      a.queries = View<const float, 3>::dense(q.data(), {1, 1, 16});
+      a.out = out.view(), a.mass = mass.view();
+      a.last = last.data(), a.most_distance = most;
+      reference ? ops::attend_reference(a) : ops::attend(a, w, Stream::cpu());
+      double share[3], sum = 0;
+      for (int t = 0; t < 3; ++t) {
+        const double turn = slow * (most > 0 ? std::max(0, 10 - most - t) : 0);
+        sum += share[t] = std::exp((3 * 2 * std::cos(turn) + 2 * std::sin(turn)) / 4);
+      }
+      for (int t = 0; t < 3; ++t) CHECK(mass(0, 0, t) == Approx(share[t] / sum));
+    }
+}
+
 TEST_CASE("attend: an empty head gives 0 and an lse of -inf") {
   AttendShape shape;
   shape.options.rows = 2;

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "cases/paged_fixture.hpp"
+#include "ops/retrieve/prompt_mass.hpp"
 #include "ops/select/blocks.hpp"
 
 using namespace kvlab;
@@ -144,6 +145,60 @@ TEST_CASE("blocks: keys that RoPE did not turn, and queries at another place") {
     CHECK(turned[5] == Approx(-2 * std::sin(17 * slow)));
     CHECK(turned[8] == 0);
   }
+}
+
+TEST_CASE("blocks: mass of a prompt's chunk") {
+  // One query head of two asks for element 0, the other one for nothing. The chunk has the last two of four tokens.
+  PagedFixture cache{{.head_dim = 8, .page_size = 2}};
+  for (int t = 0; t < 4; ++t) {
+    std::vector<float> k(8);
+    k[0] = static_cast<float>(std::sqrt(8.) * std::log(t + 1.));  // shares are in the ratio 1 : 2 : 3 : 4
+    cache.append(0, 0, k, k, t);
+  }
+  for (const bool reference : {false, true})
+    for (const int newest : {1, 2, 9}) {
+      CAPTURE(reference, newest);
+      std::vector<float> queries(2 * 2 * 8), key(16), mass(2 * 6, 1.f);
+      queries[0] = queries[8] = 1;
+      std::vector<std::int32_t> made{0};
+      const std::int32_t slots[] = {0}, position[] = {4};
+      KeyBlocks b;
+      b.key = View<float, 4>::dense(key.data(), {1, 2, 1, 8});
+      b.mass = View<float, 3>::dense(mass.data(), {1, 2, 6});
+      b.made = View<std::int32_t, 1>::dense(made.data(), {1});
+      Shape shape;
+      shape.query_heads = 2, shape.kv_heads = 1, shape.head_dim = 8;
+      HeapWorkspace w;
+      LayerPrefill kv;
+      kv.shape = &shape;
+      kv.pages = cache.view();
+      kv.workspace = &w;
+      kv.slots = slots, kv.position = position, kv.max_length = 4;
+      kv.chunk_queries = View<const float, 4>::dense(queries.data(), {1, 2, 2, 8});
+      const auto add = [&] {
+        reference ? ops::add_prompt_mass_reference(kv, newest, b) : ops::add_prompt_mass(kv, newest, b, Stream::cpu());
+      };
+      add();
+      // Of the chunk's first query, which sees three tokens, and of the second one.
+      const double first[] = {1 / 6., 2 / 6., 3 / 6., 0}, second[] = {.1, .2, .3, .4};
+      for (int t = 0; t < 4; ++t) {
+        const double one = (t > 2 - newest ? first[t] : 0) + (t > 3 - newest ? second[t] : 0),
+                     even = (t > 2 - newest && t < 3 ? 1 / 3. : 0) + (t > 3 - newest ? 1 / 4. : 0);
+        CHECK(mass[static_cast<std::size_t>(t)] == Approx(1 + one));
+        CHECK(mass[static_cast<std::size_t>(6 + t)] == Approx(1 + even));
+      }
+      CHECK(mass[5] == 1);
+      if (reference) continue;
+      kv.lse = View<const float, 3>::dense(queries.data(), {1, 2, 1});
+      CHECK_THROWS_WITH(add(), Catch::Contains("got lse [1, 2, 1], wanted one of each of the queries [1, 2, 2, 8]"));
+      kv.lse = {};
+      b.mass.extent[2] = 3;
+      CHECK_THROWS_WITH(add(), Catch::Contains("wanted sums of as many query heads, of 4 tokens"));
+      b.mass.extent[2] = 6;
+      CHECK_THROWS_WITH(ops::add_prompt_mass(kv, 0, b, Stream::cpu()), Catch::Contains("got 0 newest tokens"));
+      kv.pages.rows = 0;
+      CHECK_THROWS_WITH(add(), Catch::Contains("got no chunk of one prompt"));
+    }
 }
 
 TEST_CASE("blocks: what the ops refuse") {
