@@ -48,9 +48,14 @@ void compare(Place& place, Check& check, const AttendShape& shape, unsigned seed
     ops::attend(a, scene.workspace, place.stream());
     const std::vector<float> out = place.get(a.out), lse = place.get(a.lse);
     compare_values(place, check, "out", out, wanted.out.values(), Tolerance{}.output);
-    // A GPU rounds turned keys once more than the reference does.
-    const bool turned = shape.options.rope == RopeRegime::cache_relative || shape.most_distance > 0;
-    check.equal("lse", lse, wanted.lse.values(), !cuda ? Tolerance{}.lse : turned ? 8e-3 : 2e-3);
+    // A GPU rounds turned keys once more than the reference does. Where their scale stays 1, four standard deviations
+    // of such a logit's error are 4 * 2 (of queries) * 2^-8 / sqrt(3) / 1.44.
+    const bool turned = shape.options.rope == RopeRegime::cache_relative;
+    check.equal("lse", lse, wanted.lse.values(),
+                !cuda                     ? Tolerance{}.lse
+                : shape.most_distance > 0 ? 1.25e-2
+                : turned                  ? 8e-3
+                                          : 2e-3);
     if (with_mass)
       compare_values(place, check, "mass", place.get(a.mass), wanted.mass.values(), Tolerance{}.probability);
     if (a.rounded) {

@@ -39,19 +39,21 @@ struct Clamps final : Policy {
 };
 
 // The outputs of the first layer's attention to six tokens.
-std::vector<float> outputs(const std::shared_ptr<Clamps>& policy) {
+std::vector<float> outputs_of(const std::shared_ptr<Clamps>& policy) {
   static const std::shared_ptr<const Model> model =
       load_model(*open_checkpoint(golden("tiny/llama-gqa3")), DType::f32, "tiny");
   EngineOptions o;
   o.max_tokens = 64;
   Engine engine(model, policy, o);
   const int slot = engine.open(), token = 8;
-  REQUIRE(engine.prefill(slot, std::vector<int>{1, 2, 3, 4, 5}, true, {}) == Fit::ok);
-  REQUIRE(engine.step({slot}, {&token, 1}, {}) == Fit::ok);
+  const Fit prompt = engine.prefill(slot, std::vector<int>{1, 2, 3, 4, 5}, true, {});  // both may throw
+  REQUIRE(prompt == Fit::ok);
+  const Fit step = engine.step({slot}, {&token, 1}, {});
+  REQUIRE(step == Fit::ok);
   return policy->outputs;
 }
 std::vector<float> outputs(std::vector<int> distances) {
-  return outputs(std::make_shared<Clamps>(std::move(distances)));
+  return outputs_of(std::make_shared<Clamps>(std::move(distances)));
 }
 
 }  // namespace
@@ -70,10 +72,10 @@ TEST_CASE("distances that are refused") {
   for (const RopeRegime regime : {RopeRegime::cache_relative, RopeRegime::re_rotate}) {
     const auto policy = std::make_shared<Clamps>(std::vector<int>{3});
     policy->regime = regime;
-    CHECK_THROWS_WITH(outputs(policy), Catch::Contains("the regime original"));
+    CHECK_THROWS_WITH(outputs_of(policy), Catch::Contains("the regime original"));
   }
   const auto late = std::make_shared<Clamps>(), early = std::make_shared<Clamps>();
   late->in_observe = true, early->in_prefill = true;
-  CHECK_THROWS_AS(outputs(late), Error);
-  CHECK_THROWS_AS(outputs(early), Error);
+  CHECK_THROWS_AS(outputs_of(late), Error);
+  CHECK_THROWS_AS(outputs_of(early), Error);
 }
