@@ -139,7 +139,6 @@ RETRIEVAL = {
     "infllm_clamped_scores": {**INFLLM, "positions": "original"},
     "infllm_clamped_attention": {**INFLLM, "clamped_scores": False},
     "infllm_all_keys": {**INFLLM, "local_scores": False, "top": 2, "sinks": 0},
-    "infinigen": INFINIGEN,
     "infinigen_cap": {**INFINIGEN, "alpha": 3.0, "cap": 12, "partial_ratio": 0.4},
     "infinigen_share": {**INFINIGEN, "cap_share": 0.25, "alpha": 2.0},
     "shadowkv": SHADOWKV,
