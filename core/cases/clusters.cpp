@@ -149,6 +149,48 @@ void check_shares(OnCache& x, Workspace& w, const Index& index, const KeyCluster
       });
 }
 
+// Coarse clusters of what the index has, and the sizes that thresholds leave.
+void check_coarse(OnCache& x, Workspace& w, const Index& finer, const KeyClusters& finer_there) {
+  const Stream s = x.stream();
+  const std::int64_t slots = finer.view.bound.extent[0], heads = x.c.kv_heads(), room = finer.view.size.extent[2];
+  Index coarse(slots, heads, 6, room, x.kv.head_dim);
+  const KeyClusters there = coarse.put(x.place);
+  std::vector<ClusterRange> ranges(static_cast<std::size_t>(x.kv.rows));
+  for (ClusterRange& range : ranges) {
+    if (x.c.rng() % 5 == 0) continue;
+    range.tokens = static_cast<int>(x.c.rng() % 9);  // some heads have fewer
+    range.clusters =
+        range.tokens ? 1 + static_cast<int>(x.c.rng() % static_cast<unsigned>(std::min(range.tokens, 6))) : 0;
+  }
+  const ClusterRule rule{static_cast<int>(x.n % 3), x.c.rng()};
+  ops::cluster_centroids(x.there, finer_there, ranges, rule, there, w, s);
+  ops::cluster_centroids_reference(x.kv, finer.view, ranges, rule, coarse.view);
+  same_clusters(x, "cluster_centroids", there, coarse);
+  Numbers<3> shares(x, {x.c.rows(), heads, 6});
+  if (x.n % 3 == 0) shares.own()(0, 0, 0) = NAN;
+  Numbers<1> threshold(x, {slots});
+  Ints sizes(static_cast<std::size_t>(slots * heads * room), -7);
+  const auto own = View<std::int32_t, 3>::dense(sizes.data(), {slots, heads, room});
+  const auto sizes_there = x.place.put(own);
+  ops::sizes_within(x.there, shares.put(), threshold.put(), there, finer_there, sizes_there, s);
+  ops::sizes_within_reference(x.kv, shares.view(), threshold.view(), coarse.view, finer.view, own);
+  x.check.equal("sizes_within", x.place.get(sizes_there), sizes);
+  Index left = finer;
+  left.size = sizes;
+  for (std::size_t i = 0; i < sizes.size(); ++i) left.size[i] = std::max(0, sizes[i]);
+  left.view = finer.view;
+  left.view.size = View<std::int32_t, 3>::dense(left.size.data(), {slots, heads, room});
+  KeyClusters left_there = finer_there;
+  left_there.size = x.place.put(left.view.size);
+  Numbers<4> queries(x, {x.c.rows(), x.c.heads(), 1, x.kv.head_dim});
+  Numbers<3> out(x, {x.c.rows(), heads, room});
+  const auto queries_there = queries.put();
+  x.same<3>(
+      "cluster_shares of what is left", out.own(), 1e-6,
+      [&](Scores to) { ops::cluster_shares(x.there, queries_there, .125f, left_there, to, w, s); },
+      [&](Scores to) { ops::cluster_shares_reference(x.kv, queries.view(), .125f, left.view, to); });
+}
+
 void check_clusters(OnCache& x) {
   x.kv.rope = x.there.rope = RopeRegime::original;  // keys count as they are stored
   const Stream s = x.stream();
@@ -163,6 +205,7 @@ void check_clusters(OnCache& x) {
   same_clusters(x, "cluster_keys", there, index);
   check_choice(x, index, there);
   check_shares(x, w, index, there);
+  check_coarse(x, w, index, there);
   // Some heads have no room for them, or too few tokens.
   std::vector<ClusterRange> more(ranges.size());
   for (ClusterRange& range : more)
@@ -172,6 +215,7 @@ void check_clusters(OnCache& x) {
   same_clusters(x, "cluster_keys that appends", there, index);
   check_choice(x, index, there);
   check_shares(x, w, index, there);
+  check_coarse(x, w, index, there);
 }
 
 std::vector<Case> list() { return {on_caches("clusters", "of ragged rows", 48, check_clusters)}; }

@@ -1,11 +1,13 @@
 // Squeezed Attention: keys of the prompt are clustered. Each step reads the clusters whose centroids get enough
 // attention of its query. One threshold serves all layers and heads. The prompt's last queries give it, so heads whose
-// attention is spread read fewer tokens. Hooper et al. 2024. Nothing is evicted, and nothing leaves the device.
+// attention is spread read fewer tokens. Coarse clusters may rule out finer ones, with a threshold of their own. Hooper
+// et al. 2024. Nothing is evicted, and nothing leaves the device.
 #include <kvlab/clusters.hpp>
 #include <kvlab/plugin.hpp>
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 
 namespace {
 
@@ -14,11 +16,18 @@ class SqueezedAttention final : public kvlab::Policy {
   explicit SqueezedAttention(const kvlab::Params& p)
       : percent_(p.get<double>("percent_clusters")),
         percentile_(p.get<double>("percentile")),
+        percent_coarse_(p.get<double>("percent_coarse")),
+        percentile_coarse_(p.get<double>("percentile_coarse")),
         window_(p.get<int>("window")),
-        rule_{p.get<int>("iterations"), static_cast<std::uint64_t>(p.get<int>("seed")) << 16} {}
+        rule_{p.get<int>("iterations"), static_cast<std::uint64_t>(p.get<int>("seed")) << 16} {
+    if (percent_coarse_ >= percent_)
+      throw kvlab::Error(kvlab::Errc::config, "got percent_coarse " + std::to_string(percent_coarse_) +
+                                                  ", wanted less than percent_clusters, " + std::to_string(percent_) +
+                                                  "; 0 = one level");
+  }
 
   kvlab::Needs needs() const override {
-    const int shares = static_cast<int>(std::ceil(2 * window_ * percent_ / 100));  // of all queries, in f64
+    const int shares = static_cast<int>(std::ceil(2 * window_ * (percent_ + percent_coarse_) / 100));  // in f64
     return kvlab::Needs{}
         .own_amount(true)
         .window_queries(window_)
@@ -31,6 +40,10 @@ class SqueezedAttention final : public kvlab::Policy {
     room_ = clusters_of(shape.max_tokens);
     kept_ = kvlab::KeptClusters("clusters", shape, room_, w);
     shares_ = kvlab::KeptShares("shares of clusters", shape, room_, w);
+    if (!two_levels()) return;
+    room_coarse_ = coarse_of(shape.max_tokens);
+    coarse_ = kvlab::KeptClusters("coarse clusters", shape, room_coarse_, w, room_);
+    shares_coarse_ = kvlab::KeptShares("shares of coarse clusters", shape, room_coarse_, w);
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits&, kvlab::Stream s) override {
@@ -39,39 +52,61 @@ class SqueezedAttention final : public kvlab::Policy {
     const kvlab::ClusterRule rule{rule_.iterations, rule_.seed + static_cast<std::uint64_t>(kv.layer)};
     kvlab::ops::cluster_keys(kv.pages, {{.tokens = n, .clusters = clusters_of(n)}}, rule, kept_.of(kv), *kv.workspace,
                              s);
-    if (n > 0) share(kv, kv.window_queries.f32(), shares_.of_row(kv), s);
+    if (n > 0) share(kv, kv.window_queries.f32(), kept_.of(kv), shares_.of_row(kv), s);
+    if (!two_levels()) return;
+    // The draws of layers end below that bit.
+    const kvlab::ClusterRule of_coarse{rule.iterations, rule.seed | 1u << 15};
+    kvlab::ops::cluster_centroids(kv.pages, kept_.of(kv), {{.tokens = clusters_of(n), .clusters = coarse_of(n)}},
+                                  of_coarse, coarse_.of(kv), *kv.workspace, s);
+    if (n > 0) share(kv, kv.window_queries.f32(), coarse_.of(kv), shares_coarse_.of_row(kv), s);
   }
 
   void finish_prompt(const kvlab::LayerKv& kv, kvlab::Edits&, kvlab::Stream s) override {
-    if (kv.layer + 1 == kv.shape->layers)
-      kvlab::ops::share_quantile(kv.pages, shares_.all(), percentile_, kept_.all(), shares_.threshold(), s);
+    if (kv.layer + 1 < kv.shape->layers) return;
+    kvlab::ops::share_quantile(kv.pages, shares_.all(), percentile_, kept_.all(), shares_.threshold(), s);
+    if (two_levels())
+      kvlab::ops::share_quantile(kv.pages, shares_coarse_.all(), percentile_coarse_, coarse_.all(),
+                                 shares_coarse_.threshold(), s);
   }
 
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
-    const auto q = step.queries.f32();
+    const auto x = step.queries.f32();
+    const kvlab::View<const float, 4> q{
+        x.data, {x.extent[0], x.extent[1], 1, x.extent[2]}, {x.stride[0], x.stride[1], x.stride[1], x.stride[2]}};
     const auto shares = step.scratch<float>("shares", {step.rows(), step.kv_heads(), room_});
-    share(step,
-          {q.data, {q.extent[0], q.extent[1], 1, q.extent[2]}, {q.stride[0], q.stride[1], q.stride[1], q.stride[2]}},
-          shares, s);
+    kvlab::KeyClusters here = kept_.of(step);
+    if (two_levels()) {  // clusters of coarse ones with little attention count for nothing
+      const auto coarse = step.scratch<float>("coarse shares", {step.rows(), step.kv_heads(), room_coarse_});
+      share(step, q, coarse_.of(step), coarse, s);
+      here.size = step.scratch<std::int32_t>("sizes", {step.shape->max_slots, step.kv_heads(), room_});
+      kvlab::ops::sizes_within(step.pages, coarse, shares_coarse_.threshold(), coarse_.of(step), kept_.of(step),
+                               here.size, s);
+    }
+    share(step, q, here, shares, s);
     const auto list = step.list<kvlab::TokenList>("tokens to read", step.max_length);
     kvlab::ops::cluster_tokens_above(step.pages, shares, shares_.threshold(), kept_.of(step), list, s);
     edits.attend(list);
   }
 
  private:
-  int clusters_of(int tokens) const { return std::min(tokens, std::max(1, static_cast<int>(percent_ * tokens / 100))); }
-  void share(const kvlab::LayerKv& kv, const kvlab::View<const float, 4>& queries, kvlab::Scores out,
-             kvlab::Stream s) const {
+  bool two_levels() const { return percent_coarse_ > 0; }
+  static int part_of(int tokens, double percent) {
+    return std::min(tokens, std::max(1, static_cast<int>(percent * tokens / 100)));
+  }
+  int clusters_of(int tokens) const { return part_of(tokens, percent_); }
+  int coarse_of(int tokens) const { return part_of(tokens, percent_coarse_); }
+  static void share(const kvlab::LayerKv& kv, const kvlab::View<const float, 4>& queries,
+                    const kvlab::KeyClusters& clusters, kvlab::Scores out, kvlab::Stream s) {
     const float scale = 1 / std::sqrt(static_cast<float>(kv.pages.head_dim));
-    kvlab::ops::cluster_shares(kv.pages, queries, scale, kept_.of(kv), out, *kv.workspace, s);
+    kvlab::ops::cluster_shares(kv.pages, queries, scale, clusters, out, *kv.workspace, s);
   }
 
-  double percent_, percentile_;
+  double percent_, percentile_, percent_coarse_, percentile_coarse_;
   int window_;
   kvlab::ClusterRule rule_;
-  int room_ = 0;
-  kvlab::KeptClusters kept_;
-  kvlab::KeptShares shares_;
+  int room_ = 0, room_coarse_ = 0;
+  kvlab::KeptClusters kept_, coarse_;
+  kvlab::KeptShares shares_, shares_coarse_;
 };
 
 }  // namespace
@@ -85,6 +120,10 @@ KVLAB_PLUGIN(kvlab::policy<SqueezedAttention>(
                  .param("percentile", 0.9, 0, 1,
                         "share of the clustered tokens, over all layers and heads, that the prompt's last queries "
                         "would not read")
+                 .param("percent_coarse", 0., 0, 100,
+                        "coarse clusters of the clusters' centroids, in percent of the same tokens; 0 = one level")
+                 .param("percentile_coarse", 0.5, 0, 1,
+                        "the same share of tokens, of which coarse clusters rule out as many")
                  .param("window", 100, 1, 4096,
                         "last tokens of the prompt. Their queries give the threshold; they are read in any case")
                  .param("iterations", 20, 0, kvlab::any, "of k-means")

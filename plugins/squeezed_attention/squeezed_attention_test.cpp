@@ -39,12 +39,39 @@ Vector mean_shares(const OnText& run, int layer, int head, const std::vector<Pla
   return mean;
 }
 
+// The same for queries one by one, of clusters that a coarser level leaves. The others count for nothing.
+std::vector<PlainCluster> left_by(const std::vector<PlainCluster>& coarse, const Vector& coarse_shares,
+                                  double threshold, std::vector<PlainCluster> finer) {
+  for (std::size_t c = 0; c < coarse.size(); ++c)
+    if (!(coarse_shares[c] > threshold))
+      for (const int f : coarse[c].members) finer[static_cast<std::size_t>(f)].members.clear();
+  return finer;
+}
+
+// Coarse clusters of centroids, whose members become the tokens of these clusters.
+std::vector<PlainCluster> with_tokens(std::vector<PlainCluster> coarse, const std::vector<PlainCluster>& finer) {
+  for (PlainCluster& c : coarse) {
+    std::vector<int> tokens;
+    for (const int f : c.members) {
+      const auto& of = finer[static_cast<std::size_t>(f)].members;
+      tokens.insert(tokens.end(), of.begin(), of.end());
+    }
+    c.members = tokens;
+  }
+  return coarse;
+}
+
 // It interpolates as numpy.quantile does.
 double quantile(Vector x, double q) {
   std::sort(x.begin(), x.end());
   const double at = q * static_cast<double>(x.size() - 1);
   const auto i = static_cast<std::size_t>(at);
   return x[i] + (at - static_cast<double>(i)) * (x[std::min(i + 1, x.size() - 1)] - x[i]);
+}
+
+// One entry for each token of the clusters.
+void add_tokens(const std::vector<PlainCluster>& clusters, const Vector& shares, Vector& to) {
+  for (std::size_t c = 0; c < shares.size(); ++c) to.insert(to.end(), clusters[c].members.size(), shares[c]);
 }
 
 std::map<std::string, ParamValue> settings(double percent, double percentile, int window) {
@@ -111,6 +138,55 @@ TEST_CASE("squeezed_attention reads on real text what a plain implementation rea
   CHECK(part < (1 - percentile) * 2);
 }
 
+TEST_CASE("squeezed_attention: coarse clusters rule out finer ones on real text as a plain implementation does") {
+  constexpr int prompt = 170, steps = 6, window = 20, count = 24, coarse_count = 6;  // 16 % and 4 % of 150
+  auto given = settings(16, .7, window);
+  given["percent_coarse"] = 4.;
+  given["percentile_coarse"] = .5;
+  OnText run(Role::policy, "squeezed_attention", given, 0, prompt + steps, 8);
+  run.prefill(prompt);
+  for (int step = 0; step < steps; ++step) run.step();
+  const int layers = run.config().layers, heads = run.config().kv_heads;
+  std::vector<std::vector<PlainCluster>> fine, coarse;  // [layer, head]
+  Vector of_fine, of_coarse;
+  for (int i = 0; i < layers * heads; ++i) {
+    const int layer = i / heads, head = i % heads;
+    const std::uint64_t seed = (std::uint64_t{3} << 16) + static_cast<std::uint64_t>(layer);
+    fine.push_back(plain_clusters(keys_of(run, layer, head, 0, prompt - window), 0, count, 4, seed, head));
+    std::vector<Vector> centroids;
+    for (const PlainCluster& c : fine.back()) centroids.push_back(c.centroid);
+    coarse.push_back(plain_clusters(centroids, 0, coarse_count, 4, seed + 32768, head));
+    const auto tokens = with_tokens(coarse.back(), fine.back());
+    add_tokens(fine.back(), mean_shares(run, layer, head, fine.back(), prompt - window, prompt), of_fine);
+    add_tokens(tokens, mean_shares(run, layer, head, tokens, prompt - window, prompt), of_coarse);
+  }
+  const double threshold = quantile(of_fine, .7), low = quantile(of_coarse, .5);
+  int unsure = 0, ruled_out = 0;
+  for (int i = 0; i < layers * heads; ++i)
+    for (int step = 0; step < steps; ++step) {
+      const int layer = i / heads, head = i % heads, at = prompt + step;
+      CAPTURE(layer, head, step);
+      const auto &here = fine[static_cast<std::size_t>(i)], &above = coarse[static_cast<std::size_t>(i)];
+      const Vector first = mean_shares(run, layer, head, with_tokens(above, here), at, at + 1);
+      for (const double x : first) unsure += std::abs(x / low - 1) < 1e-6;
+      const auto left = left_by(above, first, low, here);
+      const Vector shares = mean_shares(run, layer, head, left, at, at + 1),
+                   flat = mean_shares(run, layer, head, here, at, at + 1);
+      std::vector<int> wanted;
+      for (std::size_t c = 0; c < shares.size(); ++c) {
+        const auto& members = left[c].members;
+        if (shares[c] > threshold) wanted.insert(wanted.end(), members.begin(), members.end());
+        ruled_out += flat[c] > threshold && members.empty() && !here[c].members.empty();
+        unsure += std::abs(shares[c] / threshold - 1) < 1e-6;
+      }
+      for (int t = prompt - window; t <= at; ++t) wanted.push_back(t);
+      std::sort(wanted.begin(), wanted.end());
+      CHECK(run.layer(layer).read[static_cast<std::size_t>(step)][static_cast<std::size_t>(head)] == wanted);
+    }
+  CHECK(unsure == 0);
+  CHECK(ruled_out > 0);
+}
+
 TEST_CASE("squeezed_attention: short prompts, one cluster, and what it refuses") {
   const auto read = [](int of_prompt) {
     OnText run(Role::policy, "squeezed_attention", settings(5, .9, 10), 0, 64, 8);
@@ -131,5 +207,7 @@ TEST_CASE("squeezed_attention: short prompts, one cluster, and what it refuses")
   CHECK_THROWS_WITH(make({{"percent_clusters", 0.}}), Catch::Contains("percent_clusters"));
   CHECK_THROWS_WITH(make({{"percentile", 1.5}}), Catch::Contains("percentile"));
   CHECK_THROWS_WITH(make({{"window", std::int64_t{0}}}), Catch::Contains("window"));
+  CHECK_THROWS_WITH(make({{"percent_coarse", 5.}}),
+                    Catch::Contains("got percent_coarse 5.000000, wanted less than percent_clusters, 5.000000"));
   CHECK_THROWS_WITH(make({}, 32), Catch::Contains("budget"));
 }

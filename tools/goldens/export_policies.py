@@ -113,6 +113,7 @@ TWILIGHT = {"name": "twilight", "page_size": 4, "tokens": 32, "dense_layers": 1}
 CLUSTERKV = {"name": "clusterkv", "budget": {"tokens": 30}, "sinks": 4, "tokens_per_cluster": 8, "iterations": 6,
              "window": 7, "window_clusters": 2, "dense_layers": 1}
 SQUEEZED = {"name": "squeezed_attention", "percent_clusters": 15.0, "percentile": 0.8, "window": 12, "iterations": 6}
+LSERVE = {"name": "lserve", "page_size": 4, "parts": 2, "tokens": 24, "sinks": 3, "window": 14, "profile": DUO["profile"]}
 INFLLM = {"name": "infllm", "budget": {"tokens": 64}, "page_size": 4, "sinks": 5, "window": 14, "block": 8, "top": 4,
           "representatives": 3}
 INFINIGEN = {"name": "infinigen", "skew": False, "alpha": 1.0, "dense_layers": 1}
@@ -134,6 +135,10 @@ RETRIEVAL = {
     "clusterkv_first_keys": {**CLUSTERKV, "iterations": 0, "sinks": 0, "dense_layers": 0},
     "squeezed_attention": SQUEEZED,
     "squeezed_attention_half": {**SQUEEZED, "percentile": 0.5, "window": 8, "seed": 5},
+    "squeezed_attention_two_levels": {**SQUEEZED, "percent_coarse": 5.0, "percentile_coarse": 0.4, "percentile": 0.6},
+    "lserve": LSERVE,
+    "lserve_each_step": {**LSERVE, "reuse": False, "parts": 3, "group": "mean"},
+    "lserve_single_pages": {**LSERVE, "parts": 1, "choose_every": 2, "sparsity": 0.25, "tokens": 82},
     "infllm": INFLLM,
     "infllm_own_positions": {**INFLLM, "clamped_scores": False, "positions": "original"},
     "infllm_clamped_scores": {**INFLLM, "positions": "original"},

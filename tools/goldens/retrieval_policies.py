@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import policies
 from evicting_policies import numbers
+from head_policies import DuoAttention
 from policies import Full, group_reduce, top
 
 
@@ -94,6 +95,42 @@ class ArkVale(Full):
             chosen.append(torch.tensor(sorted(pages)))
             read.append(pages_to_tokens(pages, self.page, k.shape[1]))
         return read, chosen
+
+
+def group_scores(scores, parts):
+    """The best score of each `parts` neighbouring pages; the last group may have fewer."""
+    return torch.stack([some.amax() for some in scores.split(parts)])
+
+
+class LServe(DuoAttention):
+    """Streaming heads, and heads that read groups of pages. A choice serves until the text has so many tokens more."""
+
+    def configure(self, spec):
+        super().configure(spec)
+        self.page, self.parts, self.most = spec.get("page_size", 16), spec.get("parts", 4), spec.get("tokens", 4096)
+        self.every, self.group = spec.get("choose_every", 4) if spec.get("reuse", True) else 1, spec.get("group", "max")
+        self.chosen = {}  # (layer, KV head): pages
+
+    def choose(self, queries, keys):
+        history, pages = len(keys) - 1, keys.split(self.page)
+        scores = group_scores(group_reduce(box_scores(queries, pages, False), 1, self.group)[0], self.parts)
+        scores[-1] = torch.inf
+        count = len(scores) if history <= self.most else self.most // (self.page * self.parts)
+        groups = set(top(scores, count).tolist())
+        return [page for page in range(len(pages)) if page // self.parts in groups]
+
+    def select(self, layer, q, k, kept):
+        read, pages = [], []
+        for kv, head in enumerate(kept):
+            if not self.everything[layer][kv]:
+                read.append(head)
+                pages.append(torch.arange(-(-len(head) // self.page)))
+                continue
+            if (layer, kv) not in self.chosen or (k.shape[1] - 1) % self.every == 0:
+                self.chosen[layer, kv] = self.choose(q[kv * self.model.group:(kv + 1) * self.model.group], k[kv])
+            pages.append(torch.tensor(self.chosen[layer, kv]))
+            read.append(pages_to_tokens(self.chosen[layer, kv], self.page, k.shape[1]))
+        return read, pages
 
 
 # --- tokens of pages -----------------------------------------------------------------------------------------------
@@ -240,7 +277,9 @@ class SqueezedAttention(Full):
         self.percent, self.percentile = spec.get("percent_clusters", 5.0), spec.get("percentile", 0.9)
         self.iterations, self.seed = spec.get("iterations", 20), spec.get("seed", 0)
         self.last = spec.get("window", 100)
+        self.percent_coarse, self.percentile_coarse = spec.get("percent_coarse", 0.0), spec.get("percentile_coarse", 0.5)
         self.heads, self.shares = {}, []
+        self.coarse, self.coarse_shares = {}, []  # (layer, KV head): clusters of clusters, and which cluster is in which
 
     def shares_of(self, queries, clusters):
         """queries [G, w, D] of a KV head: [clusters], the mean share of a token."""
@@ -255,19 +294,46 @@ class SqueezedAttention(Full):
         for kv in range(self.model.kv_heads):
             self.heads[layer, kv] = clusters = Clusters(0)
             clusters.add(prompt.k[kv, :n], count, (self.seed << 16) + layer, kv, self.iterations)
-            for share, members in zip(self.shares_of(queries[kv], clusters), clusters.members):
-                self.shares += [share.item()] * len(members)
+            self.shares += self.of_tokens(queries[kv], clusters)
+            if self.percent_coarse and n:
+                self.coarse[layer, kv] = self.coarser(clusters, min(n, max(1, int(self.percent_coarse * n / 100))), layer, kv)
+                self.coarse_shares += self.of_tokens(queries[kv], self.coarse[layer, kv][0])
         return super().prompt(layer, prompt)
+
+    def of_tokens(self, queries, clusters):
+        shares = self.shares_of(queries, clusters).tolist()
+        return [share for share, members in zip(shares, clusters.members) for _ in members]
+
+    def coarser(self, clusters, count, layer, kv):
+        seed, centroids = (self.seed << 16) + layer + (1 << 15), clusters.centroids.float()
+        above = Clusters(clusters.end)
+        above.centroids, label = k_means(centroids, first_keys(count, len(centroids), seed, kv), self.iterations)
+        above.members = [sum([clusters.members[i] for i in (label == c).nonzero()[:, 0].tolist()], []) for c in range(count)]
+        return above, label
 
     def finish_prompt(self, kept, n):
         self.threshold = torch.quantile(torch.tensor(self.shares, dtype=torch.float64), self.percentile).item()
+        if self.coarse:
+            self.low = torch.quantile(torch.tensor(self.coarse_shares, dtype=torch.float64), self.percentile_coarse).item()
         return kept
+
+    def left_by_coarse(self, queries, layer, kv):
+        """The clusters of a head, without the tokens of those whose coarse cluster gets too little."""
+        head = self.heads[layer, kv]
+        if (layer, kv) not in self.coarse:
+            return head
+        above, label = self.coarse[layer, kv]
+        stays = (self.shares_of(queries, above) > self.low)[label].tolist()
+        left = Clusters(head.end)
+        left.centroids, left.members = head.centroids, [m if stay else [] for m, stay in zip(head.members, stays)]
+        return left
 
     def select(self, layer, q, k, kept):
         read = []
         for kv in range(self.model.kv_heads):
-            head = self.heads[layer, kv]
-            shares = self.shares_of(q[kv * self.model.group:(kv + 1) * self.model.group, None], head)
+            queries = q[kv * self.model.group:(kv + 1) * self.model.group, None]
+            head = self.left_by_coarse(queries, layer, kv)
+            shares = self.shares_of(queries, head)
             chosen = [members for share, members in zip(shares, head.members) if share > self.threshold]
             read.append(torch.tensor(sorted(sum(chosen, [])) + [*range(head.end, k.shape[1])]))
         return read, None
@@ -275,7 +341,9 @@ class SqueezedAttention(Full):
 
 def cluster_shares(logits, sizes):
     """logits [..., clusters] of centroids: the share of one token of each, if its cluster's tokens lay at the centroid."""
-    weights = (logits - logits[..., sizes > 0].amax(-1, keepdim=True)).exp() * (sizes > 0)
+    if not (sizes > 0).any():
+        return torch.zeros_like(logits)
+    weights = (logits - logits[..., sizes > 0].amax(-1, keepdim=True)).clamp(max=0).exp() * (sizes > 0)
     return weights / (weights * sizes).sum(-1, keepdim=True)
 
 
@@ -551,5 +619,5 @@ def token_kinds(folder):
     return {"special": special, "punctuation": punctuation}
 
 
-policies.POLICIES.update(arkvale=ArkVale, twilight=Twilight, clusterkv=ClusterKv, squeezed_attention=SqueezedAttention,
+policies.POLICIES.update(arkvale=ArkVale, twilight=Twilight, clusterkv=ClusterKv, squeezed_attention=SqueezedAttention, lserve=LServe,
                          infllm=InfLlm, shadowkv=ShadowKv, infinigen=InfiniGen, think=Think, fastgen=FastGen)

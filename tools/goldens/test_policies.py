@@ -295,6 +295,29 @@ def test_squeezed_attention():
         assert lists(policy.select(0, torch.tensor([[1.]]), torch.zeros(1, 6, 1), None)[0]) == [expected]
 
 
+    policy.coarse[0, 0], policy.low = (retrieval.Clusters(4), torch.tensor([0, 1])), .3
+    policy.coarse[0, 0][0].centroids, policy.coarse[0, 0][0].members = head.centroids, head.members
+    policy.threshold = .4  # of two coarse clusters with shares 1/6 and 1/2 the second stays, and its token has all
+    assert lists(policy.select(0, torch.tensor([[1.]]), torch.zeros(1, 6, 1), None)[0]) == [[1, 4, 5]]
+    policy.threshold = 1
+    assert lists(policy.select(0, torch.tensor([[1.]]), torch.zeros(1, 6, 1), None)[0]) == [[4, 5]]
+
+
+def test_lserve():
+    assert retrieval.group_scores(torch.tensor([1., 9, 5, 6]), 2).tolist() == [9, 6]
+    spec = {"name": "lserve", "page_size": 2, "parts": 2, "tokens": 8, "choose_every": 2, "profile": {"gate": [[1., 0]]}}
+    policy = policies.make(spec, model(kv_heads=2))
+    keys = torch.zeros(2, 13, 1)
+    keys[:, 3] = 1
+    held = [torch.arange(13), torch.tensor([0, 1, 2, 3, 10, 11, 12])]
+    read, pages = policy.select(0, torch.ones(2, 1), keys, held)
+    assert lists(read) == [[0, 1, 2, 3, 12], [0, 1, 2, 3, 10, 11, 12]] and lists(pages) == [[0, 1, 6], [0, 1, 2, 3]]
+    keys[:, 5] = 2  # the next step does not choose
+    assert lists(policy.select(0, torch.ones(2, 1), torch.cat([keys, keys[:, :1]], 1), held)[1])[0] == [0, 1, 6]
+    assert policy.choose(torch.ones(1, 1), keys[0]) == [2, 3, 6]
+    assert policy.choose(torch.ones(1, 1), keys[0, :9]) == [0, 1, 2, 3, 4]
+
+
 def test_infllm():
     keys = torch.tensor([[7., 7], [1, 0], [7, 7], [0, 1]])
     assert retrieval.representative(keys, torch.tensor([.1, .9, .3, .8]), 2).tolist() == [.5, .5]

@@ -20,15 +20,19 @@ struct KeyClusters {
   View<std::int32_t, 3> bound;  // [slot, kv_head, 2] clusters, end
 };
 
+// Coarse clusters are clusters of a finer level's centroids, in the same form. Their sizes count tokens. Entry c of
+// `token` is the coarse cluster of the finer level's cluster c. `bound` has the coarse clusters, and the clusters of
+// the finer level that are in them, which are its first ones.
+
 // Takes empty clusters in attach. Core saves, restores and clears them with the sequence.
 class KeptClusters {
  public:
   KeptClusters() = default;
-  // Room for so many clusters of a KV head, and for all tokens of a sequence.
-  KeptClusters(const char* tag, const Shape& s, std::int64_t clusters, Workspace& w) {
+  // Room for so many clusters of a KV head, and for all tokens of a sequence or for `members` entries of `token`.
+  KeptClusters(const char* tag, const Shape& s, std::int64_t clusters, Workspace& w, std::int64_t members = 0) {
     static_assert(sizeof(float) == sizeof(std::int32_t));
-    const std::int64_t tokens = s.max_tokens, dim = s.head_dim, head = clusters * (dim + 1) + tokens + 2,
-                       layer = head * s.kv_heads, slot = layer * s.layers;
+    const std::int64_t tokens = members > 0 ? members : s.max_tokens, dim = s.head_dim,
+                       head = clusters * (dim + 1) + tokens + 2, layer = head * s.kv_heads, slot = layer * s.layers;
     auto* data = static_cast<float*>(w.state(tag, static_cast<std::size_t>(slot) * sizeof(float), s.max_slots));
     for (int l = 0; l < s.layers; ++l) {
       float* at = data + l * layer;
@@ -112,6 +116,20 @@ namespace ops {
 // and three for each cluster. Bytes: the range's keys, twice for each iteration.
 void cluster_keys(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const ClusterRule& rule,
                   const KeyClusters& clusters, Workspace& w, Stream s);
+
+// Coarse clusters of the finer level's centroids. k-means, draws, bits and scratch are those of cluster_keys, and each
+// centroid counts once, whatever its size. ranges: [row], host memory, from = 0 and no `append`: the first `tokens`
+// clusters of the finer level become so many coarse ones. A head with fewer stays as it is. Bytes: the centroids, twice
+// for each iteration.
+void cluster_centroids(const PagedKv& kv, const KeyClusters& finer, const std::vector<ClusterRange>& ranges,
+                       const ClusterRule& rule, const KeyClusters& coarse, Workspace& w, Stream s);
+
+// out[slot, kv_head, cluster] = the size of the finer level's cluster where the share of its coarse cluster is above
+// threshold(slot), else 0. NaN is above nothing. Clusters that are in no coarse one keep their sizes. So shares of
+// finer clusters with these sizes are those of the tokens that the coarse level leaves. shares: [row, kv_head, coarse
+// cluster]. It writes those of kv's rows. Bytes: shares and sizes.
+void sizes_within(const PagedKv& kv, View<const float, 3> shares, View<const float, 1> threshold,
+                  const KeyClusters& coarse, const KeyClusters& finer, View<std::int32_t, 3> out, Stream s);
 
 // out[row, kv_head, cluster] = mean over the group of query . centroid, summed in f64. queries: [row, query head,
 // head_dim], contiguous along head_dim. Entries behind a head's clusters are left alone. Bytes: the centroids.

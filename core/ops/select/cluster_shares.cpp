@@ -18,11 +18,12 @@ void shares_of_query(const float* query, int dim, double scale, const KeyCluster
                      std::int64_t head, int count, std::vector<double>& shares) {
   double most = -INFINITY, sum = 0;
   for (int c = 0; c < count; ++c) {
+    if (clusters.size(slot, head, c) <= 0) continue;
     const float* centroid = &clusters.centroid(slot, head, c, 0);
     double dot = 0;
     for (int d = 0; d < dim; ++d) dot += double{query[d]} * double{centroid[d]};
     shares[static_cast<std::size_t>(c)] = scale * dot;
-    if (clusters.size(slot, head, c) > 0) most = std::max(most, scale * dot);
+    most = std::max(most, scale * dot);
   }
   for (int c = 0; c < count; ++c) {
     double& x = shares[static_cast<std::size_t>(c)];

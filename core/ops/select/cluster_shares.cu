@@ -33,7 +33,7 @@ struct Call {
 __global__ void __launch_bounds__(threads) cluster_logits_kernel(const __grid_constant__ Call a) {
   const int c = blockIdx.x * warps + threadIdx.x / 32, head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32;
   const int slot = a.slot(row), dim = a.kv.head_dim;
-  if (c >= a.clusters.bound(slot, head, 0)) return;
+  if (c >= a.clusters.bound(slot, head, 0) || a.clusters.size(slot, head, c) <= 0) return;
   const float* centroid = &a.clusters.centroid(slot, head, c, 0);
   for (int g = head * a.group; g < (head + 1) * a.group; ++g)
     for (int i = 0; i < a.queries.extent[2]; ++i) {

@@ -13,8 +13,8 @@
 namespace kvlab::ops {
 namespace {
 
-void check_ranges(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const KeyClusters& c, Stream s,
-                  const char* op) {
+void check_ranges(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const KeyClusters& c, bool of_tokens,
+                  Stream s, const char* op) {
   if (ranges.size() != static_cast<std::size_t>(kv.rows))
     fail(Errc::internal, op,
          "got " + std::to_string(ranges.size()) + " ranges, wanted one for each of " + std::to_string(kv.rows) +
@@ -34,7 +34,7 @@ void check_ranges(const PagedKv& kv, const std::vector<ClusterRange>& ranges, co
       fail(Errc::internal, op,
            "got " + std::to_string(range.clusters) + " clusters, wanted at most " + std::to_string(c.size.extent[2]) +
                ", for which there is room");
-    if (s.device() == Device::cpu && !range.append)
+    if (s.device() == Device::cpu && !range.append && of_tokens)
       for (int h = 0; h < kv.kv_heads; ++h)
         if (range.from + range.tokens > kv.tokens(r, h))
           fail(Errc::internal, op,
@@ -91,6 +91,40 @@ void move_centroids(const float* keys, int n, int dim, const std::int32_t* label
           static_cast<float>(sum[static_cast<std::size_t>(c * dim + d)] / members[static_cast<std::size_t>(c)]);
 }
 
+// Clusters of n rows. label: [n].
+void k_means(const float* rows, int n, int dim, const ClusterRange& range, const ClusterRule& rule, int head,
+             float* centroids, std::int32_t* label) {
+  const int count = range.clusters;
+  std::vector<std::int32_t> drawn(static_cast<std::size_t>(count));
+  draw_centroids(range, rule.seed, head, drawn.data());
+  for (int c = 0; c < count; ++c)
+    std::copy_n(rows + std::int64_t{drawn[static_cast<std::size_t>(c)]} * dim, dim, centroids + std::int64_t{c} * dim);
+  for (int i = 0; i < rule.iterations && count > 0; ++i) {
+    nearest(rows, n, dim, centroids, count, label);
+    move_centroids(rows, n, dim, label, centroids, count);
+  }
+  if (count > 0) nearest(rows, n, dim, centroids, count, label);
+}
+
+void coarse_head(const PagedKv& kv, int row, int head, const KeyClusters& finer, const ClusterRange& range,
+                 const ClusterRule& rule, const KeyClusters& out) {
+  const std::int64_t slot = kv.slots[row], dim = kv.head_dim;
+  std::int32_t* bound = &out.bound(slot, head, 0);
+  const ClusterPlan plan = plan_of(range, finer.bound(slot, head, 0), bound, out.size.extent[2]);
+  if (plan.clusters < 0) return;
+  std::vector<float> rows(static_cast<std::size_t>(plan.to * dim));
+  for (int c = 0; c < plan.to; ++c) std::copy_n(&finer.centroid(slot, head, c, 0), dim, rows.data() + c * dim);
+  std::vector<float> centroids(static_cast<std::size_t>(plan.clusters * dim));
+  std::int32_t *of = &out.token(slot, head, 0), *sizes = &out.size(slot, head, 0);
+  k_means(rows.data(), plan.to, kv.head_dim, range, rule, head, centroids.data(), of);
+  for (int c = 0; c < plan.clusters; ++c) {
+    std::copy_n(centroids.data() + c * dim, dim, &out.centroid(slot, head, c, 0));
+    sizes[c] = 0;
+  }
+  for (int c = 0; c < plan.to; ++c) sizes[of[c]] += finer.size(slot, head, c);
+  bound[0] = plan.clusters, bound[1] = plan.to;
+}
+
 void cluster_head(const PagedKv& kv, int row, int head, const ClusterRange& range, const ClusterRule& rule,
                   const KeyClusters& out) {
   const std::int64_t slot = kv.slots[row], dim = kv.head_dim;
@@ -101,16 +135,8 @@ void cluster_head(const PagedKv& kv, int row, int head, const ClusterRange& rang
   std::vector<float> all(static_cast<std::size_t>(plan.to * dim));
   if (n > 0) gather_rows(kv, row, head, KvSide::key, plan.to, all.data());
   const float* keys = all.data() + plan.from * dim;
-  std::vector<std::int32_t> label(static_cast<std::size_t>(n)), drawn(static_cast<std::size_t>(count));
-  draw_centroids(range, rule.seed, head, drawn.data());
-  float* centroids = &out.centroid(slot, head, plan.first, 0);
-  for (int c = 0; c < count; ++c)
-    std::copy_n(keys + drawn[static_cast<std::size_t>(c)] * dim, dim, centroids + c * dim);
-  for (int i = 0; i < rule.iterations && count > 0; ++i) {
-    nearest(keys, n, kv.head_dim, centroids, count, label.data());
-    move_centroids(keys, n, kv.head_dim, label.data(), centroids, count);
-  }
-  if (count > 0) nearest(keys, n, kv.head_dim, centroids, count, label.data());
+  std::vector<std::int32_t> label(static_cast<std::size_t>(n));
+  k_means(keys, n, kv.head_dim, range, rule, head, &out.centroid(slot, head, plan.first, 0), label.data());
   std::int32_t* sizes = &out.size(slot, head, 0);
   std::vector<std::int32_t*> to;
   std::int32_t* next = &out.token(slot, head, 0);
@@ -145,7 +171,7 @@ void cluster_keys(const PagedKv& kv, const std::vector<ClusterRange>& ranges, co
   const char* op = "cluster_keys";
   check_kv(kv, op, s);
   check_clusters(kv, kv.kv_heads, clusters, op);
-  check_ranges(kv, ranges, clusters, s, op);
+  check_ranges(kv, ranges, clusters, true, s, op);
   if (kv.rope == RopeRegime::cache_relative)
     fail(Errc::unsupported, op, "got keys before RoPE (cache_relative), wanted keys that are stored as rotated");
   if (rule.iterations < 0)
@@ -155,6 +181,52 @@ void cluster_keys(const PagedKv& kv, const std::vector<ClusterRange>& ranges, co
     for (int h = 0; h < kv.kv_heads; ++h) {
       if (ranges[static_cast<std::size_t>(r)].clusters > 0) check_resident(kv, r, h, op);
       cluster_head(kv, r, h, ranges[static_cast<std::size_t>(r)], rule, clusters);
+    }
+}
+
+void cluster_centroids(const PagedKv& kv, const KeyClusters& finer, const std::vector<ClusterRange>& ranges,
+                       const ClusterRule& rule, const KeyClusters& coarse, Workspace& w, Stream s) {
+  const char* op = "cluster_centroids";
+  check_kv(kv, op, s);
+  check_clusters(kv, kv.kv_heads, finer, op);
+  check_clusters(kv, kv.kv_heads, coarse, op);
+  check_ranges(kv, ranges, coarse, false, s, op);
+  for (const ClusterRange& range : ranges)
+    if (range.clusters >= 0 && (range.append || range.from != 0 || range.tokens > finer.size.extent[2]))
+      fail(Errc::internal, op,
+           "got clusters " + std::to_string(range.from) + " to " + std::to_string(range.from + range.tokens) +
+               (range.append ? " to append" : "") + ", wanted them from 0 to at most " +
+               std::to_string(finer.size.extent[2]) + ", to replace others");
+  if (finer.bound.extent[0] != coarse.bound.extent[0])
+    fail(Errc::internal, op, "got levels of different slots, wanted those of one cache");
+  if (rule.iterations < 0)
+    fail(Errc::internal, op, "got " + std::to_string(rule.iterations) + " iterations, wanted at least 0");
+  if (s.device() == Device::cuda) return on_cuda<cluster_centroids>(kv, finer, ranges, rule, coarse, w, s);
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h)
+      coarse_head(kv, r, h, finer, ranges[static_cast<std::size_t>(r)], rule, coarse);
+}
+
+void sizes_within(const PagedKv& kv, View<const float, 3> shares, View<const float, 1> threshold,
+                  const KeyClusters& coarse, const KeyClusters& finer, View<std::int32_t, 3> out, Stream s) {
+  const char* op = "sizes_within";
+  check_kv(kv, op, s);
+  check_clusters(kv, kv.kv_heads, coarse, op);
+  check_clusters(kv, kv.kv_heads, finer, op);
+  check_cluster_scores(kv, shares, coarse, op);
+  if (threshold.extent[0] < coarse.bound.extent[0])
+    fail(Errc::internal, op, "got too few thresholds, wanted one for each slot");
+  if (out.extent != finer.size.extent || finer.bound.extent[0] != coarse.bound.extent[0])
+    fail(Errc::internal, op, "got sizes of another shape, wanted [slot, kv_head, cluster] of the finer level");
+  if (s.device() == Device::cuda) return on_cuda<sizes_within>(kv, shares, threshold, coarse, finer, out, s);
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      const std::int64_t slot = kv.slots[r];
+      const int within = coarse.bound(slot, h, 1);
+      for (int c = 0; c < finer.bound(slot, h, 0); ++c) {
+        const bool stays = c >= within || shares(r, h, coarse.token(slot, h, c)) > threshold(slot);
+        out(slot, h, c) = stays ? finer.size(slot, h, c) : 0;
+      }
     }
 }
 

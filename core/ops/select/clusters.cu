@@ -16,18 +16,33 @@ namespace {
 
 constexpr int threads = 128, list_threads = 512, label_threads = 32, most_dim = 256, at_once = 4;
 
+// A row to cluster: a key of the cache or a centroid.
+struct ClusterRow {
+  DeviceKv::Token token;
+  const float* centroid;  // or null
+
+  __device__ float at(int d) const { return centroid ? centroid[d] : token.key(d); }
+};
+
 // A call on the device. Grids are [.., kv_head, row].
 struct Call {
   DeviceKv kv;
   KeyClusters out;
+  KeyClusters finer;            // whose centroids are the rows; empty = keys are
   const ClusterRange* ranges;   // [row]
   View<std::int32_t, 3> drawn;  // [row, kv_head, new cluster]
   View<std::int32_t, 3> label;  // [row, kv_head, token of the range]
   View<double, 3> norm;         // [row, kv_head, new cluster]
 
   __device__ int slot(int row) const { return kv.kv.slots[row]; }
+  __device__ bool of_keys() const { return finer.centroid.data == nullptr; }
   __device__ ClusterPlan plan(int row, int head) const {
-    return plan_of(ranges[row], kv.tokens(row, head), &out.bound(slot(row), head, 0), out.size.extent[2]);
+    const int rows = of_keys() ? kv.tokens(row, head) : finer.bound(slot(row), head, 0);
+    return plan_of(ranges[row], rows, &out.bound(slot(row), head, 0), out.size.extent[2]);
+  }
+  __device__ ClusterRow row_at(int row, int head, int i) const {
+    if (of_keys()) return {kv.token(row, head, i), nullptr};
+    return {{}, &finer.centroid(slot(row), head, i, 0)};
   }
   __device__ float* centroid(int row, int head, const ClusterPlan& p, int c) const {
     return &out.centroid(slot(row), head, p.first + c, 0);
@@ -38,8 +53,8 @@ __global__ void __launch_bounds__(threads) seed_kernel(const __grid_constant__ C
   const int c = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
   const ClusterPlan p = call.plan(row, head);
   if (c >= p.clusters) return;
-  const DeviceKv::Token token = call.kv.token(row, head, p.from + call.drawn(row, head, c));
-  for (int d = threadIdx.x; d < call.kv.head_dim; d += threads) call.centroid(row, head, p, c)[d] = token.key(d);
+  const ClusterRow from = call.row_at(row, head, p.from + call.drawn(row, head, c));
+  for (int d = threadIdx.x; d < call.kv.head_dim; d += threads) call.centroid(row, head, p, c)[d] = from.at(d);
 }
 
 __global__ void __launch_bounds__(threads) norm_kernel(const __grid_constant__ Call call) {
@@ -58,8 +73,8 @@ __global__ void __launch_bounds__(label_threads) label_kernel(const __grid_const
   const ClusterPlan p = call.plan(row, head);
   if (p.clusters <= 0 || t >= p.to - p.from) return;
   const int dim = call.kv.head_dim;
-  const DeviceKv::Token token = call.kv.token(row, head, p.from + t);
-  for (int d = 0; d < dim; ++d) keys[d * label_threads + threadIdx.x] = token.key(d);
+  const ClusterRow from = call.row_at(row, head, p.from + t);
+  for (int d = 0; d < dim; ++d) keys[d * label_threads + threadIdx.x] = from.at(d);
   double most = -INFINITY;
   int label = 0;
   for (int c = 0; c < p.clusters; c += at_once) {
@@ -85,7 +100,7 @@ __global__ void __launch_bounds__(threads) move_kernel(const __grid_constant__ C
     double sum = 0;
     int members = 0;
     for (int t = 0; t < p.to - p.from; ++t)
-      if (label[t] == c) sum += double(call.kv.token(row, head, p.from + t).key(d)), ++members;
+      if (label[t] == c) sum += double(call.row_at(row, head, p.from + t).at(d)), ++members;
     if (members) call.centroid(row, head, p, c)[d] = static_cast<float>(sum / members);
   }
 }
@@ -116,8 +131,23 @@ __global__ void __launch_bounds__(list_threads) members_kernel(const __grid_cons
   }
 }
 
-void cluster_keys_cuda(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const ClusterRule& rule,
-                       const KeyClusters& clusters, Workspace& w, Stream s) {
+// The labels are the clusters' `token` already. Sizes add up those of the finer level. A block takes a head.
+__global__ void __launch_bounds__(list_threads) sizes_kernel(const __grid_constant__ Call call) {
+  const int head = blockIdx.y, row = blockIdx.z, slot = call.slot(row);
+  const ClusterPlan p = call.plan(row, head);
+  if (p.clusters < 0) return;
+  for (int c = threadIdx.x; c < p.clusters; c += list_threads) {
+    int tokens = 0;
+    for (int i = 0; i < p.to; ++i) tokens += call.label(row, head, i) == c ? call.finer.size(slot, head, i) : 0;
+    call.out.size(slot, head, c) = tokens;
+  }
+  for (int i = threadIdx.x; i < p.to; i += list_threads) call.out.token(slot, head, i) = call.label(row, head, i);
+  if (threadIdx.x == 0) call.out.bound(slot, head, 0) = p.clusters, call.out.bound(slot, head, 1) = p.to;
+}
+
+// finer: its centroids are clustered; empty = keys are.
+void make_clusters(const PagedKv& kv, const KeyClusters& finer, const std::vector<ClusterRange>& ranges,
+                   const ClusterRule& rule, const KeyClusters& clusters, Workspace& w, Stream s, const char* op) {
   int count = -1, tokens = 0;
   for (const ClusterRange& range : ranges)
     if (range.clusters >= 0) count = std::max(count, range.clusters), tokens = std::max(tokens, range.tokens);
@@ -131,6 +161,7 @@ void cluster_keys_cuda(const PagedKv& kv, const std::vector<ClusterRange>& range
   Call call;
   call.kv = DeviceKv(kv);
   call.out = clusters;
+  call.finer = finer;
   call.ranges =
       static_cast<const ClusterRange*>(w.upload("cluster ranges", ranges.data(), ranges.size() * sizeof(ClusterRange)));
   call.drawn = View<std::int32_t, 3>::dense(static_cast<std::int32_t*>(const_cast<void*>(w.upload(
@@ -153,8 +184,41 @@ void cluster_keys_cuda(const PagedKv& kv, const std::vector<ClusterRange>& range
     }
     label();
   }
-  members_kernel<<<grid(1), list_threads, 0, stream_of(s)>>>(call);
-  check_launch("cluster_keys");
+  if (finer.centroid)
+    sizes_kernel<<<grid(1), list_threads, 0, stream_of(s)>>>(call);
+  else
+    members_kernel<<<grid(1), list_threads, 0, stream_of(s)>>>(call);
+  check_launch(op);
+}
+
+void cluster_keys_cuda(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const ClusterRule& rule,
+                       const KeyClusters& clusters, Workspace& w, Stream s) {
+  make_clusters(kv, {}, ranges, rule, clusters, w, s, "cluster_keys");
+}
+
+void cluster_centroids_cuda(const PagedKv& kv, const KeyClusters& finer, const std::vector<ClusterRange>& ranges,
+                            const ClusterRule& rule, const KeyClusters& coarse, Workspace& w, Stream s) {
+  make_clusters(kv, finer, ranges, rule, coarse, w, s, "cluster_centroids");
+}
+
+__global__ void __launch_bounds__(threads)
+    within_kernel(DeviceKv kv, View<const float, 3> shares, View<const float, 1> threshold,
+                  const __grid_constant__ KeyClusters coarse, const __grid_constant__ KeyClusters finer,
+                  View<std::int32_t, 3> out) {
+  const int c = blockIdx.x * threads + threadIdx.x, head = blockIdx.y, row = blockIdx.z, slot = kv.kv.slots[row];
+  if (c >= finer.bound(slot, head, 0)) return;
+  const bool stays =
+      c >= coarse.bound(slot, head, 1) || shares(row, head, coarse.token(slot, head, c)) > threshold(slot);
+  out(slot, head, c) = stays ? finer.size(slot, head, c) : 0;
+}
+
+void sizes_within_cuda(const PagedKv& kv, View<const float, 3> shares, View<const float, 1> threshold,
+                       const KeyClusters& coarse, const KeyClusters& finer, View<std::int32_t, 3> out, Stream s) {
+  if (kv.rows == 0 || finer.size.extent[2] == 0) return;
+  const dim3 grid(static_cast<unsigned>((finer.size.extent[2] + threads - 1) / threads),
+                  static_cast<unsigned>(kv.kv_heads), static_cast<unsigned>(kv.rows));
+  within_kernel<<<grid, threads, 0, stream_of(s)>>>(DeviceKv(kv), shares, threshold, coarse, finer, out);
+  check_launch("sizes_within");
 }
 
 // A block takes some clusters of a head. A warp takes a query head, whose lanes take a cluster each.
@@ -261,6 +325,8 @@ void cluster_tokens_cuda(const PagedKv& kv, View<const float, 3> scores, View<co
 }  // namespace
 
 KVLAB_ON_CUDA(cluster_keys, cluster_keys_cuda);
+KVLAB_ON_CUDA(cluster_centroids, cluster_centroids_cuda);
+KVLAB_ON_CUDA(sizes_within, sizes_within_cuda);
 KVLAB_ON_CUDA(cluster_scores, cluster_scores_cuda);
 KVLAB_ON_CUDA(cluster_tokens, cluster_tokens_cuda);
 

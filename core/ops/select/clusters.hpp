@@ -49,6 +49,10 @@ void check_cluster_scores(const PagedKv& kv, const View<const float, 3>& scores,
 
 void cluster_keys_reference(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const ClusterRule& rule,
                             const KeyClusters& clusters);
+void cluster_centroids_reference(const PagedKv& kv, const KeyClusters& finer, const std::vector<ClusterRange>& ranges,
+                                 const ClusterRule& rule, const KeyClusters& coarse);
+void sizes_within_reference(const PagedKv& kv, View<const float, 3> shares, View<const float, 1> threshold,
+                            const KeyClusters& coarse, const KeyClusters& finer, View<std::int32_t, 3> out);
 void cluster_scores_reference(const PagedKv& kv, View<const float, 3> queries, const KeyClusters& clusters, Scores out);
 void cluster_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> most,
                               int first, const KeyClusters& clusters, TokenList list);

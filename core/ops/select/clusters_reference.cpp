@@ -36,6 +36,33 @@ std::vector<int> labels(const std::vector<std::vector<double>>& keys,
   return label;
 }
 
+using Rows = std::vector<std::vector<double>>;
+
+// Centroids and labels of rows, of the KV head whose draws these are.
+std::pair<Rows, std::vector<int>> k_means(const Rows& rows, int count, int iterations, std::uint64_t draws) {
+  Rows centroids;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const double number = static_cast<double>(next(draws) >> 32);
+    const int left = count - static_cast<int>(centroids.size());
+    if (number * static_cast<double>(rows.size() - i) < std::ldexp(left, 32)) centroids.push_back(rows[i]);
+  }
+  for (int i = 0; i < iterations; ++i) {
+    const std::vector<int> label = labels(rows, centroids);
+    for (std::size_t c = 0; c < centroids.size(); ++c) {
+      std::vector<double> sum(centroids[c].size());
+      int members = 0;
+      for (std::size_t t = 0; t < rows.size(); ++t)
+        if (label[t] == static_cast<int>(c)) {
+          ++members;
+          for (std::size_t d = 0; d < sum.size(); ++d) sum[d] += rows[t][d];
+        }
+      for (std::size_t d = 0; members && d < sum.size(); ++d)
+        centroids[c][d] = static_cast<float>(sum[d] / members);  // centroids are f32
+    }
+  }
+  return {centroids, labels(rows, centroids)};
+}
+
 }  // namespace
 
 void cluster_keys_reference(const PagedKv& kv, const std::vector<ClusterRange>& ranges, const ClusterRule& rule,
@@ -50,33 +77,14 @@ void cluster_keys_reference(const PagedKv& kv, const std::vector<ClusterRange>& 
       const int from = range.append ? out.bound(slot, h, 1) : range.from,
                 first = range.append ? out.bound(slot, h, 0) : 0;
       if (from + range.tokens > kv.tokens(r, h) || first + range.clusters > out.size.extent[2]) continue;
-      std::vector<std::vector<double>> keys, centroids;
+      Rows keys;
       for (int t = from; t < from + range.tokens; ++t) {
         const PageEntry& e = kv.entry(r, h, t / kv.page_size);
         std::vector<float> row(static_cast<std::size_t>(kv.head_dim));
         read_row(kv.frame(e), kv.layout(e), KvSide::key, t % kv.page_size, row.data());
         keys.emplace_back(row.begin(), row.end());
       }
-      for (int i = 0; i < range.tokens; ++i) {
-        const double number = static_cast<double>(next(draws) >> 32);
-        const int left = range.clusters - static_cast<int>(centroids.size());
-        if (number * (range.tokens - i) < std::ldexp(left, 32)) centroids.push_back(keys[static_cast<std::size_t>(i)]);
-      }
-      for (int i = 0; i < rule.iterations; ++i) {
-        const std::vector<int> label = labels(keys, centroids);
-        for (std::size_t c = 0; c < centroids.size(); ++c) {
-          std::vector<double> sum(static_cast<std::size_t>(kv.head_dim));
-          int members = 0;
-          for (std::size_t t = 0; t < keys.size(); ++t)
-            if (label[t] == static_cast<int>(c)) {
-              ++members;
-              for (std::size_t d = 0; d < sum.size(); ++d) sum[d] += keys[t][d];
-            }
-          for (std::size_t d = 0; members && d < sum.size(); ++d)
-            centroids[c][d] = static_cast<float>(sum[d] / members);  // centroids are f32
-        }
-      }
-      const std::vector<int> label = labels(keys, centroids);
+      const auto [centroids, label] = k_means(keys, range.clusters, rule.iterations, draws);
       int at = 0;
       for (int c = 0; c < first; ++c) at += out.size(slot, h, c);
       for (int c = 0; c < range.clusters; ++c) {
@@ -92,6 +100,47 @@ void cluster_keys_reference(const PagedKv& kv, const std::vector<ClusterRange>& 
       out.bound(slot, h, 1) = from + range.tokens;
     }
   }
+}
+
+void cluster_centroids_reference(const PagedKv& kv, const KeyClusters& finer, const std::vector<ClusterRange>& ranges,
+                                 const ClusterRule& rule, const KeyClusters& coarse) {
+  for (int r = 0; r < kv.rows; ++r) {
+    const ClusterRange& range = ranges[static_cast<std::size_t>(r)];
+    std::uint64_t heads = rule.seed;
+    for (int h = 0; h < kv.kv_heads && range.clusters >= 0; ++h) {
+      const int slot = kv.slots[r];
+      const std::uint64_t draws = next(heads);
+      if (range.tokens > finer.bound(slot, h, 0)) continue;
+      Rows rows;
+      for (int c = 0; c < range.tokens; ++c) {
+        const float* centroid = &finer.centroid(slot, h, c, 0);
+        rows.emplace_back(centroid, centroid + kv.head_dim);
+      }
+      const auto [centroids, label] = k_means(rows, range.clusters, rule.iterations, draws);
+      for (int c = 0; c < range.clusters; ++c) {
+        coarse.size(slot, h, c) = 0;
+        for (int d = 0; d < kv.head_dim; ++d)
+          coarse.centroid(slot, h, c, d) =
+              static_cast<float>(centroids[static_cast<std::size_t>(c)][static_cast<std::size_t>(d)]);
+      }
+      for (int c = 0; c < range.tokens; ++c) {
+        const int of = coarse.token(slot, h, c) = label[static_cast<std::size_t>(c)];
+        coarse.size(slot, h, of) += finer.size(slot, h, c);
+      }
+      coarse.bound(slot, h, 0) = range.clusters, coarse.bound(slot, h, 1) = range.tokens;
+    }
+  }
+}
+
+void sizes_within_reference(const PagedKv& kv, View<const float, 3> shares, View<const float, 1> threshold,
+                            const KeyClusters& coarse, const KeyClusters& finer, View<std::int32_t, 3> out) {
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h)
+      for (int slot = kv.slots[r], c = 0; c < finer.bound(slot, h, 0); ++c) {
+        out(slot, h, c) = finer.size(slot, h, c);
+        if (c < coarse.bound(slot, h, 1) && !(shares(r, h, coarse.token(slot, h, c)) > threshold(slot)))
+          out(slot, h, c) = 0;
+      }
 }
 
 void cluster_scores_reference(const PagedKv& kv, View<const float, 3> queries, const KeyClusters& clusters,

@@ -88,10 +88,10 @@ static void group_pages_cuda(const PagedKv& kv, View<const float, 3> page_scores
   const std::int64_t room = shared_bytes() - static_cast<std::int64_t>(sizeof(SelectShared)) - 1024;
   const std::int64_t bytes = most * 4 + (most + 31) / 32 * 4;
   if (bytes > room)
-    throw Error(Errc::unsupported,
-                "got up to " + std::to_string(most) + " groups of pages, wanted at most " +
-                    std::to_string(room * 8 / 33 - 8),
-                "op group_pages");
+    throw Error(
+        Errc::unsupported,
+        "got up to " + std::to_string(most) + " groups of pages, wanted at most " + std::to_string(room * 8 / 33 - 8),
+        "op group_pages");
   check(cudaFuncSetAttribute(group_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)),
         "group_pages");
   const dim3 grid(static_cast<unsigned>(kv.kv_heads), static_cast<unsigned>(kv.rows));

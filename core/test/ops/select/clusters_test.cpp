@@ -43,6 +43,51 @@ struct Head {
 
 }  // namespace
 
+TEST_CASE("cluster_centroids: coarse clusters of three clusters by hand, and what they leave") {
+  Head finer({{1, 0}}, 3);
+  finer.bound = {3, 9};
+  finer.size = {4, 2, 3};
+  const std::pair<float, float> centroids[] = {{1, .1f}, {0, 5}, {3, 0}};
+  for (std::size_t c = 0; c < 3; ++c)
+    finer.centroid[c * 8] = centroids[c].first, finer.centroid[c * 8 + 5] = centroids[c].second;
+  Head coarse({{1, 0}}, 2);
+  coarse.token.resize(3);
+  coarse.clusters.token = View<std::int32_t, 3>::dense(coarse.token.data(), {1, 1, 3});
+  const auto make = [&](const ClusterRange& range) {
+    ops::cluster_centroids(finer.kv, finer.clusters, {range}, {}, coarse.clusters, coarse.workspace, Stream::cpu());
+  };
+  make({.tokens = 3, .clusters = 2});
+  CHECK(coarse.bound == Ints{2, 3});
+  const std::size_t along = coarse.size[0] == 7 ? 0 : 1;
+  CHECK(coarse.size[along] == 7);  // tokens
+  CHECK(coarse.size[1 - along] == 2);
+  const auto a = static_cast<std::int32_t>(along);
+  CHECK(coarse.token == Ints{a, 1 - a, a});
+  CHECK(coarse.at(along).first == Approx(2));  // each centroid counts once
+  CHECK(coarse.at(along).second == Approx(.05));
+  Ints left{-7, -7, -7};
+  std::vector<float> shares{.2f, .2f}, threshold{.2f};
+  shares[along] = .3f;
+  const auto within = [&](std::int64_t room) {
+    ops::sizes_within(finer.kv, View<const float, 3>::dense(shares.data(), {1, 1, 2}),
+                      View<const float, 1>::dense(threshold.data(), {1}), coarse.clusters, finer.clusters,
+                      View<std::int32_t, 3>::dense(left.data(), {1, 1, room}), Stream::cpu());
+    return left;
+  };
+  CHECK(within(3) == Ints{4, 0, 3});
+  finer.bound[0] = 2;
+  make({.tokens = 3, .clusters = 1});  // there are two
+  CHECK(coarse.bound == Ints{2, 3});
+  finer.bound[0] = 3;
+  make({.tokens = 1, .clusters = 1});
+  shares[0] = 0;
+  CHECK(within(3) == Ints{0, 2, 3});  // the others are in no coarse cluster
+  CHECK_THROWS_WITH(within(2), Catch::Contains("got sizes of another shape"));
+  CHECK_THROWS_WITH(make({.from = 1, .tokens = 2, .clusters = 1}),
+                    Catch::Contains("got clusters 1 to 3, wanted them from 0 to at most 3"));
+  CHECK_THROWS_WITH(make({.tokens = 2, .clusters = 1, .append = true}), Catch::Contains("to append"));
+}
+
 TEST_CASE("cluster_keys: two directions by hand") {
   // Whatever two keys are drawn, the first iteration or the second parts the axes: only the angle counts.
   Head head({{9, 9}, {1, 0}, {0, 4}, {100, 1}, {.1f, 6}, {2, 0}});

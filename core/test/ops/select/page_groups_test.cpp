@@ -20,8 +20,7 @@ struct Scene {
   GroupChoice choice;
   bool reference = false;
 
-  Scene(int tokens, int size, std::vector<float> scores)
-      : cache(1, 1, size, {tokens}), score(std::move(scores)) {
+  Scene(int tokens, int size, std::vector<float> scores) : cache(1, 1, size, {tokens}), score(std::move(scores)) {
     choice.parts = 2;
   }
   Ints pages(std::int64_t room = 512) {
