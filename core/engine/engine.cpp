@@ -105,9 +105,10 @@ void check_needs(const Model& model, const Policy& policy, const EngineOptions& 
 
 void check_reads(const char* callback, const Edits& edits) {
   if (!edits.logits().empty() || !edits.made_up().empty() || !edits.biases().empty() || !edits.distances().empty())
-    throw Error(Errc::plugin,
-                std::string(callback) +
-                    ": got logits to keep or made-up tokens to read or a bias, wanted that in select() alone");
+    throw Error(
+        Errc::plugin,
+        std::string(callback) +
+            ": got logits to keep or made-up tokens to read, a distance or a bias, wanted that in select() alone");
 }
 
 // A step's attention, and a graph, would not know whether stored values change before or behind it.

@@ -250,6 +250,7 @@ std::string needs_text(const PluginInfo& plugin) {
     if (n.output_projection()) rows.push_back({"weights", "the output projection, for the size of projected values"});
     if (n.next_queries()) rows.push_back({"queries", "those that the next layer would have for a layer's input"});
     if (n.finish_prompt()) rows.push_back({"prompts", "a call for each layer once all layers have ended"});
+    if (n.prompt_lse()) rows.push_back({"prompts", "the sums of their softmaxes, where attention leaves them"});
     if (n.profile()) rows.push_back({"profile", "a file of `kvlab profile`"});
     const auto of = [](Mass m) { return m == Mass::all ? "of prompts and steps" : "of steps"; };
     if (n.mass() != Mass::none) rows.push_back({"attention mass", of(n.mass())});

@@ -114,6 +114,7 @@ class OnGuardedDevice final : public Policy {
     hand_over(made, edits, *from.workspace, from.slots, *from.shape);
     for (const HeadLogits& logits : made.logits()) edits.keep_logits(copy_of(logits, *from.shape));
     for (const MadeUpTokens& tokens : made.made_up()) edits.read_made_up(copy_of(tokens, *from.workspace));
+    for (const int most : made.distances()) edits.clamp_distance(most);
     for (const View<const float, 3>& bias : made.biases()) edits.bias_logits(copy_of_bias(bias, *from.workspace));
     device_.reset();
   }

@@ -119,7 +119,7 @@ TEST_CASE("an unlimited budget gives the logits of full") {
           if (!s.runs_with(dtype)) continue;
           if (s.composed() && (name != "llama-gqa3" || (!on_cuda() && dtype != DType::f32))) continue;
           CAPTURE(name, s.label, ratio, name_of(dtype));
-          Play p(model, ratio ? with_budget(s.spec, BudgetAmount::ratio, 1) : s.spec);
+          Play p(model, subjects().as_full(ratio ? with_budget(s.spec, BudgetAmount::ratio, 1) : s.spec));
           const Logits got = p.run(text.prompt, text.answer);
           CHECK_CAUSE(
               "tokens go by an amount of the policy's own, where attach() or pins() must take the budget for the limit",
@@ -519,7 +519,7 @@ TEST_CASE("short prompts: one token, fewer than any window, and none") {
     const Logits expected = full.run(text.prompt, answer);
     for (const Subject& s : about_all()) {
       CAPTURE(s.label, tokens);
-      Play p(model, subjects().with_whole_share(limited(s)));
+      Play p(model, subjects().as_full(limited(s)));
       const Logits got = p.run(text.prompt, answer);
       INFO(
           "usual cause: a window or a pool reaches in front of the prompt's first token, or a prompt below the budget "

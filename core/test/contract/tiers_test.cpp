@@ -107,7 +107,7 @@ TEST_CASE("fidelity is exact where everything is read") {
     const auto prompt = test_text(75, model->config.vocab), answer = test_text(6, model->config.vocab, 5);
     std::vector<PolicySpec> specs{full_spec()};
     for (const Subject& s : asked)
-      if (!s.composed() || name == "llama-gqa3") specs.push_back(s.spec);
+      if (!s.composed() || name == "llama-gqa3") specs.push_back(subjects().as_full(s.spec));
     for (const PolicySpec& spec : specs) {
       CAPTURE(name, spec.name);
       Play p(model, spec);

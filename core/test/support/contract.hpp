@@ -166,11 +166,15 @@ class Subjects {
     return pages_age(*create<Codec>(registry_.require(Role::codec, spec.codec->name), spec.codec->params));
   }
 
-  // The spec, whose policy reads all attention of what it keeps if it has a parameter `p`, the share that it reads.
-  PolicySpec with_whole_share(PolicySpec spec) {
+  // The spec, whose policy attends as full does to what it keeps. With a parameter `p` it reads the whole share. With
+  // `positions` tokens have those of the text.
+  PolicySpec as_full(PolicySpec spec) {
     if (!spec.policy) return spec;
     const PluginInfo& info = registry_.require(Role::policy, spec.policy->name);
-    if (find_param(info, "p")) spec.policy = use(info, {{"p", 1.}});
+    std::map<std::string, ParamValue> given;
+    if (find_param(info, "p")) given["p"] = 1.;
+    if (find_param(info, "positions")) given["positions"] = std::string("original");
+    if (!given.empty()) spec.policy = use(info, given);
     return spec;
   }
 
