@@ -43,8 +43,8 @@ struct NearSums {
   int window = 0;       // newest tokens that a query gives something, its own included
   View<float, 2> sums;  // [query head, place], added to
 };
-// False and nothing done for rows of codes or f32, a head_dim other than 64 and 128, heads of queries that lie apart,
-// and without memory.
+// False and nothing done for rows of codes or f32, keys that are rotated on reading, a head_dim other than 64 and 128,
+// heads of queries that lie apart, and without memory.
 bool attend_prompt_near(const NearSums& a, Stream s);
 
 }  // namespace kvlab::ops

@@ -227,7 +227,8 @@ bool attend_prompt_near(const NearSums& in, Stream s) try {
   const int dim = kv.head_dim, count = static_cast<int>(in.queries.extent[0]),
             heads = static_cast<int>(in.queries.extent[1]);
   if ((dim != 64 && dim != 128) || l.codec.k.bits || (l.dtype != DType::bf16 && l.dtype != DType::f16) ||
-      kv.lower_pages || in.queries.stride[1] != dim || in.queries.stride[0] % 4 != 0)
+      kv.lower_pages || kv.rope == RopeRegime::cache_relative || in.queries.stride[1] != dim ||
+      in.queries.stride[0] % 4 != 0)
     return false;
   const int most = std::min(count, near_queries), room = most + std::min(in.window, in.seen + count) + kv.page_size;
   void* keys =
