@@ -23,12 +23,10 @@ class InfiniGen final : public kvlab::Policy {
       : ratio_(p.get<double>("partial_ratio")),
         dense_(std::max(1, p.get<int>("dense_layers"))),
         skews_(p.get<bool>("skew")),
-        offloads_(p.get<bool>("offload")) {
+        offloads_(p.get<bool>("offload")),
+        tokens_(offloads_ ? p.get<int>("tokens") : 0) {
     rule_.within = p.get<float>("alpha");
-    const int cap = p.get<int>("cap"), room = p.get<int>("room");
-    if (room == 1) throw kvlab::Error(kvlab::Errc::config, "got room for 1 page, wanted 0 or at least 2");
-    rule_.most = cap > 0 ? cap : most_tokens;
-    if (offloads_ && room > 0) rule_.most = std::min(rule_.most, room - 1);
+    rule_.most = p.get<int>("cap") > 0 ? p.get<int>("cap") : most_tokens;
     rule_.most_share = p.get<float>("cap_share");
     rule_.newest = 1;  // the step's own token
   }
@@ -62,6 +60,13 @@ class InfiniGen final : public kvlab::Policy {
     few_channels_ = numbers("channels that guess", few);
     sums_ = kvlab::KeptSeries("magnitudes of queries", shape, shape.head_dim, w);
     keys_ = kvlab::KeptPartialKeys("partial keys", shape, few, dense_, skew_, w);
+    if (tokens_ > 0) {
+      if (tokens_ < 2 * shape.page_size)
+        throw kvlab::Error(kvlab::Errc::config,
+                           "got " + std::to_string(tokens_) + " tokens on the device, wanted 0 or " +
+                               std::to_string(2 * shape.page_size) + " and more: a page to read and the newest");
+      rule_.most = std::min(rule_.most, tokens_ / shape.page_size - 1);
+    }
     room_ = std::min(rule_.most + 1, shape.max_pages());
     if (offloads_) pages_ = kvlab::KeptPages("pages that are read", shape, shape.max_pages(), w);
     const std::int64_t all = shape.max_slots * shape.kv_heads, room = shape.max_tokens;
@@ -125,6 +130,7 @@ class InfiniGen final : public kvlab::Policy {
   double ratio_;
   int dense_;
   bool skews_, offloads_;
+  int tokens_;
   int room_ = 0;             // pages of a head on the device: one for each token that it may read, and the newest
   std::vector<float> skew_;  // [layer, kv_head, channel, head_dim] of the profile
   kvlab::NearGreatest rule_;
@@ -146,8 +152,8 @@ KVLAB_PLUGIN(
         .param("partial_ratio", 0.2, 0.001, 1, "share of a head's channels that guess, at least one")
         .param("cap", 400, 0, kvlab::any, "most tokens that a head reads beside the step's own; 0 = no limit")
         .param("cap_share", 1., 0.001, 1, "the same, as a share of the tokens so far; 1 = no limit")
-        .param("room", 0, 0, kvlab::any,
-               "pages of a head that stay on the device, which limits the tokens that it reads; 0 = as many as these")
+        .param("tokens", 0, 0, kvlab::any,
+               "of a head whose pages stay on the device; it then reads one token for each, less one. 0 = the cap says")
         .param("dense_layers", 2, 0, kvlab::any, "first layers that attend to everything; layer 0 always does")
         .component("skew",
                    "a profile turns queries and keys, so that few channels hold most of a query; off = channels "

@@ -17,7 +17,7 @@ struct Rule {
   int dense = 2;
   const Profile* skew = nullptr;
   bool offload = true;
-  int room = 0;
+  int room = 0;  // pages
 
   int most() const { return std::min(cap > 0 ? cap : 1 << 30, room > 0 ? room - 1 : 1 << 30); }
 };
@@ -173,7 +173,7 @@ TEST_CASE("infinigen: without offload all pages stay on the device, and it reads
 }
 
 TEST_CASE("infinigen: a head has room for some pages, and reads no more tokens") {
-  check_reads({{"alpha", 8.}, {"room", std::int64_t{5}}}, {.alpha = 8, .room = 5}, 130);
+  check_reads({{"alpha", 8.}, {"tokens", std::int64_t{5 * page_size + 3}}}, {.alpha = 8, .room = 5}, 130);
 }
 
 TEST_CASE("infinigen: layer 0 guesses for layer 1 where that is not dense, too") {
@@ -211,7 +211,8 @@ TEST_CASE("infinigen: short prompts, and what it refuses") {
   CHECK_THROWS_WITH(make({{"alpha", 0.}}), Catch::Contains("alpha"));
   CHECK_THROWS_WITH(make({{"cap_share", 0.}}), Catch::Contains("cap_share"));
   CHECK_THROWS_WITH(make({{"partial_ratio", 1.5}}), Catch::Contains("partial_ratio"));
-  CHECK_THROWS_WITH(make({{"room", std::int64_t{1}}}), Catch::Contains("got room for 1 page, wanted 0 or at least 2"));
+  CHECK_THROWS_WITH(make({{"tokens", std::int64_t{15}}}),
+                    Catch::Contains("got 15 tokens on the device, wanted 0 or 16 and more"));
   CHECK_THROWS_WITH(make({}, 32), Catch::Contains("budget"));
   const auto skewed = [](const std::vector<float>& values) {
     OnText(Role::policy, "infinigen", {}, 0, 64, 8, [&](int, int) {
