@@ -60,14 +60,7 @@ class InfiniGen final : public kvlab::Policy {
     few_channels_ = numbers("channels that guess", few);
     sums_ = kvlab::KeptSeries("magnitudes of queries", shape, shape.head_dim, w);
     keys_ = kvlab::KeptPartialKeys("partial keys", shape, few, dense_, skew_, w);
-    if (tokens_ > 0) {
-      if (tokens_ < 2 * shape.page_size)
-        throw kvlab::Error(kvlab::Errc::config,
-                           "got " + std::to_string(tokens_) + " tokens on the device, wanted 0 or " +
-                               std::to_string(2 * shape.page_size) + " and more: a page to read and the newest");
-      rule_.most = std::min(rule_.most, tokens_ / shape.page_size - 1);
-    }
-    room_ = std::min(rule_.most + 1, shape.max_pages());
+    room_ = tokens_ > 0 ? std::max(1, tokens_ / shape.page_size) : std::min(rule_.most + 1, shape.max_pages());
     if (offloads_) pages_ = kvlab::KeptPages("pages that are read", shape, shape.max_pages(), w);
     const std::int64_t all = shape.max_slots * shape.kv_heads, room = shape.max_tokens;
     auto* data = static_cast<std::int32_t*>(w.room("tokens to read", static_cast<std::size_t>(8 * all * (room + 1))));
@@ -131,7 +124,7 @@ class InfiniGen final : public kvlab::Policy {
   int dense_;
   bool skews_, offloads_;
   int tokens_;
-  int room_ = 0;             // pages of a head on the device: one for each token that it may read, and the newest
+  int room_ = 0;             // pages of a head on the device, unless a step reads more
   std::vector<float> skew_;  // [layer, kv_head, channel, head_dim] of the profile
   kvlab::NearGreatest rule_;
   View<const std::int32_t, 2> all_channels_, few_channels_;
@@ -153,7 +146,7 @@ KVLAB_PLUGIN(
         .param("cap", 400, 0, kvlab::any, "most tokens that a head reads beside the step's own; 0 = no limit")
         .param("cap_share", 1., 0.001, 1, "the same, as a share of the tokens so far; 1 = no limit")
         .param("tokens", 0, 0, kvlab::any,
-               "of a head whose pages stay on the device; it then reads one token for each, less one. 0 = the cap says")
+               "of a head whose pages stay on the device while there is room; 0 = a page for each token of the cap")
         .param("dense_layers", 2, 0, kvlab::any, "first layers that attend to everything; layer 0 always does")
         .component("skew",
                    "a profile turns queries and keys, so that few channels hold most of a query; off = channels "
