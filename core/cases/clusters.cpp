@@ -118,6 +118,7 @@ void check_shares(OnCache& x, Workspace& w, const Index& index, const KeyCluster
   for (const std::int64_t count : {1, 5}) {
     Numbers<4> queries(x, {rows, x.c.heads(), count, x.kv.head_dim}, count == 1 ? 1.f : 30.f);
     Numbers<3> shares(x, {rows, heads, room});
+    if (count == 1 && x.n % 3 == 0) queries.own()(0, 0, 0, 0) = NAN;
     const auto queries_there = x.place.put(queries.view());
     x.same<3>(
         "cluster_shares", shares.own(), 1e-6,

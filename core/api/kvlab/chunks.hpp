@@ -58,9 +58,9 @@ void chunk_keys(const PagedKv& kv, int local, int outliers, const KeyChunks& chu
 
 // Each query head takes the softmax of scale * query . landmark, over the chunks that are no outliers. out[row,
 // kv_head, chunk] = the greatest share of the group's query heads (GroupRule::max), or the mean. Other rules are
-// Errc::unsupported. All is in f64. Outliers get 0. Entries behind a head's chunks are left alone. queries: [row, query
-// head, head_dim], contiguous along head_dim. Scratch: an f64 for each query head and chunk. Bytes: the landmarks, and
-// the scratch three times.
+// Errc::unsupported. All is in f64. Outliers get 0. A NaN among the logits of a query head makes all other scores of
+// its KV head NaN. Entries behind a head's chunks are left alone. queries: [row, query head, head_dim], contiguous
+// along head_dim. Scratch: an f64 for each query head and chunk. Bytes: the landmarks, and the scratch three times.
 void chunk_scores(const PagedKv& kv, View<const float, 3> queries, float scale, GroupRule rule, const KeyChunks& chunks,
                   Scores out, Workspace& w, Stream s);
 

@@ -146,8 +146,9 @@ void cluster_tokens(const PagedKv& kv, View<const float, 3> scores, View<const s
 // exp(scale q . C_c) / sum_j N_j exp(scale q . C_j), with centroids C and sizes N. The weights of a head, each times
 // its size, add up to 1. It is the mean over the queries and over the group, each query head with a softmax of its own.
 // queries: [row, query head, query, head_dim], contiguous along head_dim, at least one query. All sums are in f64. An
-// empty cluster gets 0. Entries behind a head's clusters are left alone. Scratch: an f64 for
-// each query, query head and cluster. Bytes: the centroids, and the scratch three times.
+// empty cluster gets 0. A NaN among the logits of a query makes all other shares of its KV head NaN. Entries behind a
+// head's clusters are left alone. Scratch: an f64 for each query, query head and cluster. Bytes: the centroids, and the
+// scratch three times.
 void cluster_shares(const PagedKv& kv, View<const float, 4> queries, float scale, const KeyClusters& clusters,
                     Scores out, Workspace& w, Stream s);
 

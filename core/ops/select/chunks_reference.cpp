@@ -69,7 +69,7 @@ void chunk_scores_reference(const PagedKv& kv, View<const float, 3> queries, flo
           double& to = joined[static_cast<std::size_t>(c)];
           const double share = std::exp(logit(g, c) - most) / sum;
           if (rule == GroupRule::max)
-            to = std::max(to, share);
+            to = std::isnan(share) || share > to ? share : to;
           else
             to += share / static_cast<double>(group);
         }

@@ -30,8 +30,8 @@ void shares_of_query(const float* query, int dim, double scale, const KeyCluster
     x = clusters.size(slot, head, c) > 0 ? std::exp(x - most) : 0;
     sum += clusters.size(slot, head, c) * x;
   }
-  if (sum > 0)  // else all clusters are empty
-    for (int c = 0; c < count; ++c) shares[static_cast<std::size_t>(c)] /= sum;
+  for (int c = 0; c < count; ++c)
+    if (clusters.size(slot, head, c) > 0) shares[static_cast<std::size_t>(c)] /= sum;
 }
 
 }  // namespace

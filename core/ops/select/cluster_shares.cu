@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(threads) cluster_softmax_kernel(const __grid_c
   __syncthreads();
   sum = 0;
   for (int w = 0; w < warps; ++w) sum += parts[w];
-  if (sum > 0)  // else all clusters are empty
-    for (int c = threadIdx.x; c < count; c += threads) a.share(row, q, i, c) /= sum;
+  for (int c = threadIdx.x; c < count; c += threads)
+    if (a.clusters.size(slot, head, c) > 0) a.share(row, q, i, c) /= sum;
 }
 
 __global__ void __launch_bounds__(threads) cluster_mean_kernel(const __grid_constant__ Call a) {
