@@ -87,6 +87,15 @@ TEST_CASE("cluster_shares: clusters that are all empty get nothing") {
   for (std::size_t c = 0; c < 3; ++c) CHECK(got[c] == 0);
 }
 
+TEST_CASE("cluster_shares: a NaN of one cluster makes all shares NaN but those of empty clusters") {
+  Shares x;
+  x.centroid[8 + 4] = NAN;
+  const auto got = x.shares(1, 1);
+  CHECK(std::isnan(got[0]));
+  CHECK(std::isnan(got[1]));
+  CHECK(got[2] == 0);
+}
+
 TEST_CASE("share_quantile and cluster_tokens_above by hand") {
   Shares x;
   x.out = {1.f / 6, .5f, 100.f, 0};  // the empty cluster owns no tokens
