@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 
 #include "cases/on_caches.hpp"
@@ -197,10 +198,111 @@ void check_channels(OnCache& x) {
     }
 }
 
+// Rows of several blocks and rounds of a kernel.
+void check_long_rows(Place& place, Check& check) {
+  PagedOptions o;
+  o.rows = 2, o.kv_heads = 32, o.head_dim = 64, o.page_size = 16, o.max_pages = 40, o.dtype = DType::bf16;
+  PagedFixture cache(o);
+  const std::int64_t dim = o.head_dim, room = std::int64_t{o.max_pages} * o.page_size, slots = o.rows,
+                     heads = o.kv_heads, queries = 2 * heads;
+  for (int r = 0; r < o.rows; ++r)
+    for (int h = 0; h < o.kv_heads; ++h) {
+      const std::vector<float> keys = normals(room * dim, static_cast<unsigned>(r * o.kv_heads + h));
+      for (int t = 0; t < 600 + h; ++t) {
+        const std::vector<float> key(keys.begin() + t * dim, keys.begin() + (t + 1) * dim);
+        cache.append(r, h, key, key, t);
+      }
+    }
+  const PagedKv kv = cache.view(), there = place.put(kv, cache.arena_bytes());
+  const Stream s = place.stream();
+  std::vector<std::uint8_t> code(static_cast<std::size_t>(slots * heads * room * dim / 2));
+  std::vector<float> range(static_cast<std::size_t>(slots * heads * room * 2));
+  const KeyCodes codes{View<std::uint8_t, 4>::dense(code.data(), {slots, heads, room, dim / 2}),
+                       View<float, 4>::dense(range.data(), {slots, heads, room, 2})};
+  const KeyCodes codes_there{place.put(codes.code), place.put(codes.range)};
+  ops::code_keys(there, 1000, codes_there, s);
+  ops::code_keys_reference(kv, 1000, codes);
+  check.that("codes", place.get(codes_there.code) == code && place.get(codes_there.range) == range);
+
+  std::mt19937 rng(1);
+  ListMemory memory;
+  const PageList pages{memory.choose_pages(cache, o, [&] { return rng() % 8 > 0; })};
+  const PageList pages_there = place.put(pages);
+  std::vector<float> values = normals(slots * queries * dim, 2);
+  const auto vectors = View<const float, 3>::dense(values.data(), {slots, queries, dim});
+  same<3>(
+      place, check, "coded_row_dot", Guarded<3>({slots, queries, room}).view(), 2.1e-4,
+      [&](Scores out) { ops::coded_row_dot(there, place.put(vectors), pages_there, codes_there, out, s); },
+      [&](Scores out) { ops::coded_row_dot_reference(kv, vectors, pages, codes, out); });
+
+  KeyChannels channels;
+  channels.dtype = DType::bf16, channels.slots = slots, channels.kv_heads = heads, channels.head_dim = dim;
+  channels.blocks = 3, channels.head_stride = 3 * dim * channels.channel_stride();
+  channels.slot_stride = heads * channels.head_stride;
+  std::vector<std::byte> bytes(static_cast<std::size_t>(slots * channels.slot_stride));
+  KeyChannels channels_there = channels;
+  channels.data = bytes.data(), channels_there.data = place.put(bytes);
+  for (const int newest : {130, 1000}) {
+    ops::copy_channels(there, newest, channels_there, s);
+    ops::copy_channels_reference(kv, newest, channels);
+    check.that("keys by channel", place.get(View<const std::byte, 1>::dense(channels_there.data,
+                                                                            {slots * channels.slot_stride})) == bytes);
+  }
+  ListMemory large;
+  const IndexList list = large.empty({slots, heads, 12});
+  std::vector<float> sums(static_cast<std::size_t>(slots * heads * dim));
+  const auto sum = View<float, 3>::dense(sums.data(), {slots, heads, dim});
+  ops::large_channels_reference(kv, vectors, 12, true, list, sum);
+  same<3>(
+      place, check, "channel_dot", Guarded<3>({slots, heads, room}).view(), Tolerance{}.score,
+      [&](Scores out) { ops::channel_dot(there, place.put(sum), place.put(list), channels_there, 300, out, s); },
+      [&](Scores out) { ops::channel_dot_reference(kv, sum, list, channels, 300, out); });
+}
+
+// More candidates than threads, and so many near the threshold that they have no room beside it.
+void check_many_candidates(Place& place, Check& check) {
+  constexpr int page = 16, tokens = 3000, entries = (tokens + page - 1) / page * page;
+  const LengthsOnly lengths(1, 1, page, {tokens});
+  const PagedKv kv = lengths.view(), there = place.put(kv, LengthsOnly::bytes());
+  ListMemory memory;
+  const PageList pages{memory.empty({1, 1, entries / page})};
+  for (int i = pages.count(0, 0) = entries / page; i-- > 0;) pages.index(0, 0, i) = i;
+  const PageList pages_there = place.put(pages);
+  for (const float spread : {.01f, 3.f}) {
+    std::vector<float> values = normals(2 * entries, 3);
+    for (int i = 0; i < 2 * entries; ++i)
+      values[static_cast<std::size_t>(i)] =
+          i % entries < tokens ? spread * values[static_cast<std::size_t>(i)] : -infinity;
+    const auto logits = View<const float, 3>::dense(values.data(), {1, 2, entries});
+    for (const double p : {.2, .9}) {
+      const auto scope = check.in(fmt::format("a share of {}, spread {}", p, spread));
+      std::vector<std::int32_t> index[2], count[2];
+      for (const bool greater : {false, true}) {
+        ListMemory own;
+        const TokenList list{own.empty({1, 1, tokens})};
+        ops::top_p_candidates_reference(kv, logits, pages, 1, p + (greater ? 1e-6 : -1e-6), 700, list);
+        index[greater] = own.index, count[greater] = own.count;
+      }
+      ListMemory start;
+      const TokenList list{place.put(start.empty({1, 1, tokens}))};
+      ops::top_p_candidates(there, place.put(logits), pages_there, 1, static_cast<float>(p), 700, list, place.stream());
+      const std::vector<std::int32_t> got = place.get(list.index);
+      const auto end = got.begin() + place.get(list.count)[0];
+      check.that("ascends", std::adjacent_find(got.begin(), end, std::greater_equal<>()) == end);
+      check.that("holds the tokens of a smaller share",
+                 std::includes(got.begin(), end, index[0].begin(), index[0].begin() + count[0][0]));
+      check.that("holds only tokens of a larger share",
+                 std::includes(index[1].begin(), index[1].begin() + count[1][0], got.begin(), end));
+    }
+  }
+}
+
 std::vector<Case> list() {
   return {on_caches("key copies", "codes of ragged rows", 36, check_codes),
           on_caches("key copies", "candidates of a share", 36, check_top_p),
-          on_caches("key copies", "keys by channel", 36, check_channels)};
+          on_caches("key copies", "keys by channel", 36, check_channels),
+          checked("key copies", "long rows", check_long_rows),
+          checked("key copies", "many candidates", check_many_candidates)};
 }
 
 const Announced announced{list};
