@@ -184,6 +184,30 @@ TEST_CASE("a split that makes heads differ is refused for a scorer that needs un
                     Catch::StartsWith("mine: got a budget split that gives the KV heads of a layer different numbers"));
 }
 
+TEST_CASE("a split that reads a profile gets it before attach, and sees the model's shape") {
+  struct Reader final : Budget {
+    explicit Reader(std::vector<int>& told) : told_(told) {}
+    void allot(const Allotment& a, Stream s) override { ops::allot_uniform(a, s); }
+    bool reads_profile() const override { return true; }
+    void load_profile(const Profile& p) override { told_.push_back(static_cast<int>(p.at("votes").values.size())); }
+    void attach(const Shape& s) override { told_.insert(told_.end(), {s.layers, s.kv_heads}); }
+    std::vector<int>& told_;
+  };
+  std::vector<int> told;
+  Composition parts;
+  parts.scorer = instance<Scorer>(new Recency(0));
+  parts.split = instance<Budget>(new Reader(told));
+  auto policy = compose(std::move(parts));
+  CHECK(policy->needs().profile());
+  policy->load_profile({{"votes", {{1}, {7}, ""}}});
+  EngineOptions o;
+  o.max_tokens = 64;
+  o.page_size = 8;
+  o.budget = {BudgetAmount::tokens, 16};
+  const Engine engine(tiny(), std::move(policy), o);
+  CHECK(told == std::vector<int>{1, 3, 2});  // llama-gqa3
+}
+
 TEST_CASE("a schedule evicts after every n-th decode step, the scorer's own where none is given") {
   using Ints = std::vector<int>;
   CHECK(lengths(0, 3) == Ints{16, 17, 18, 16, 17, 18, 16, 17});
