@@ -23,7 +23,7 @@ class Task:
     answer_opening: str = ""  # the answer's first words, after the chat template
     chat: bool = True
     truncate: str = "none"  # or "middle"
-    stop: tuple = ()  # texts that end an answer where the set was published
+    stop: tuple = ()  # texts that end an answer, as where the set was published
     references: str = "answers"
     files: tuple = ()  # names of the source file, any of which will do
     note: str = ""  # what differs from the published task

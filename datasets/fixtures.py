@@ -146,7 +146,7 @@ SETS = {
     "humaneval_plus": Fixture(
         {"test.jsonl": [HUMAN], "HumanEval.jsonl.gz": gzip.compress(json.dumps(HUMAN).encode(), mtime=0)}, "humaneval_plus",
         [{"id": "HumanEval/0", "tests": ["def check(candidate):\n    assert candidate() == 1\n\ncheck(one)\n"], "entry_point": "one"}],
-        {"metric": "unit_tests", "references": "tests", "max_new_tokens": 768, "stop": ["\n```"]},
+        {"metric": "unit_tests", "references": "tests", "max_new_tokens": 768, "stop": ["\n```", "\nif __name__", "\ndef main(", "\nprint("]},
         prompt="Please provide a self-contained Python script that solves the following problem in a markdown code block:\n```python\n"
                "def one():\n    \"\"\"Returns {1}.\"\"\"\n```\nBelow is a Python script with a self-contained function that solves the "
                "problem and passes corresponding tests:\n```python\n"),

@@ -274,7 +274,8 @@ bool Scheduler::take(Active& a, int token, double at) {
   s.tokens.push_back(token);
   s.token_ms.push_back(at);
   s.ended = options_.ends && options_.ends(token);
-  return s.ended || s.tokens.size() == static_cast<std::size_t>(request(a).max_new);
+  s.stopped = !s.ended && options_.stops && options_.stops(index(a), s.tokens);
+  return s.ended || s.stopped || s.tokens.size() == static_cast<std::size_t>(request(a).max_new);
 }
 
 void Scheduler::put_back(std::size_t active, Cache cache) {

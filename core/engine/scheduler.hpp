@@ -34,8 +34,9 @@ struct Served {
   std::vector<int> tokens;       // of the answer
   std::vector<double> token_ms;  // time of each token
   int preemptions = 0;
-  int pauses = 0;  // steps that went on without it, while its pages were under way
-  bool ended = false;
+  int pauses = 0;        // steps that went on without it, while its pages were under way
+  bool ended = false;    // by its last token, which is no part of the text
+  bool stopped = false;  // by SchedulerOptions::stops
 };
 
 // What becomes of a preempted request's cache.
@@ -43,10 +44,12 @@ enum class Preemption : std::uint8_t { swap, recompute };
 
 struct SchedulerOptions {
   Preemption preemption = Preemption::swap;
-  int prefill_chunk = 0;                 // prompt tokens per iteration; 0 = every prompt that fits, whole
-  std::function<bool(int)> ends;         // whether this token ends an answer; none = every answer has max_new tokens
-  std::function<double()> clock;         // ms, for tests; none = the steady clock
-  std::function<void(double)> prompted;  // after each chunk of a prompt: its ms
+  int prefill_chunk = 0;          // prompt tokens per iteration; 0 = every prompt that fits, whole
+  std::function<bool(int)> ends;  // whether this token ends an answer; none = every answer has max_new tokens
+  // Whether the answer to the request of this index ends with the tokens that it has, asked after each; none = no.
+  std::function<bool(std::size_t, const std::vector<int>&)> stops;
+  std::function<double()> clock;                                          // ms, for tests; none = the steady clock
+  std::function<void(double)> prompted;                                   // after each chunk of a prompt: its ms
   std::function<void(double, const std::vector<std::int32_t>&)> stepped;  // after each decode step: its ms and slots
   std::function<void(std::size_t)> finished;                              // after a request: its index
 };

@@ -10,7 +10,7 @@ const std::vector<ParamSpec>& workload_keys() {
       make_choice("arrivals", {"all", "poisson", "trace"}, "when requests arrive"),
       make_param("rate", 0., 0., 1e6, "requests per second"),
       make_param("file", std::string(), "arrivals in seconds, one a line"),
-      make_param("ignore_eos", false, "answers go on to their longest"),
+      make_param("ignore_eos", false, "answers go on to their longest, past end tokens and stop texts"),
       make_choice("preemption", {"swap", "recompute"}, "a preempted request's cache waits on the host, or is lost"),
   };
   return keys;

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "run/sampling.hpp"
+#include "run/stops.hpp"
 
 namespace kvlab {
 
@@ -12,9 +13,24 @@ bool ends_answer(const Item& item, int token, const Tokenizer& tokenizer) {
   return item.forced.empty() && tokenizer.is_eos(token);
 }
 
+bool StopTexts::found(std::span<const int> tokens, const Tokenizer& tokenizer) {
+  if (item_->stops.empty()) return false;
+  bytes_ += tokenizer.token_bytes(tokens.back());
+  // The bytes of the tokens may have a space in front that the text has not, so the text has the last word.
+  return stop_place(bytes_, item_->stops) != std::string::npos &&
+         stop_place(tokenizer.decode(tokens), item_->stops) != std::string::npos;
+}
+
+std::string answer_text(const Item& item, std::span<const int> tokens, const Tokenizer& tokenizer) {
+  std::string text = tokenizer.decode(tokens);
+  if (item.forced.empty()) text.resize(std::min(text.size(), stop_place(text, item.stops)));
+  return text;
+}
+
 Answer::Answer(const Item& item, int most)
     : item_(&item),
-      most_(item.forced.empty() ? static_cast<std::size_t>(std::min(item.max_new, most)) : item.forced.size()) {}
+      most_(item.forced.empty() ? static_cast<std::size_t>(std::min(item.max_new, most)) : item.forced.size()),
+      stops_(item) {}
 
 int Answer::take(std::span<const float> logits, const Tokenizer& tokenizer) {
   return take(item_->forced.empty() ? argmax(logits) : -1, tokenizer);
@@ -27,6 +43,8 @@ int Answer::take(int likeliest, const Tokenizer& tokenizer) {
   tokens_.push_back(token);
   if (ends_answer(*item_, token, tokenizer))
     stop_ = Stop::eos;
+  else if (stops_.found(tokens_, tokenizer))
+    stop_ = Stop::text;
   else if (tokens_.size() >= most_)
     stop_ = Stop::length;
   return token;
@@ -39,7 +57,7 @@ int Answer::take_forced() {
 }
 
 const char* name_of(Answer::Stop stop) {
-  static constexpr const char* names[] = {"", "eos", "length", "forced"};
+  static constexpr const char* names[] = {"", "eos", "length", "forced", "text"};
   return names[static_cast<int>(stop)];
 }
 

@@ -4,6 +4,7 @@
 #include <functional>
 #include <limits>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "engine/engine.hpp"
@@ -15,10 +16,25 @@ namespace kvlab {
 // goes on. A text that the task forces keeps all of its tokens.
 bool ends_answer(const Item& item, int token, const Tokenizer& tokenizer);
 
+// Looks for an item's stop texts in an answer that grows token by token. Borrows the item.
+class StopTexts {
+ public:
+  explicit StopTexts(const Item& item) : item_(&item) {}
+  // Whether the answer contains one of them. tokens: of the answer so far, one more than in the call before.
+  bool found(std::span<const int> tokens, const Tokenizer& tokenizer);
+
+ private:
+  const Item* item_;
+  std::string bytes_;  // of the tokens
+};
+
+// The text of an answer that is scored: up to its first stop text, if it has one.
+std::string answer_text(const Item& item, std::span<const int> tokens, const Tokenizer& tokenizer);
+
 // An item's answer as it grows: the task's tokens where it forces them, else the most likely ones.
 class Answer {
  public:
-  enum class Stop : std::uint8_t { none, eos, length, forced };
+  enum class Stop : std::uint8_t { none, eos, length, forced, text };
 
   // An answer that is not forced has at most `most` tokens, and at most the item's own limit. Borrows the item.
   explicit Answer(const Item& item, int most = std::numeric_limits<int>::max());
@@ -37,6 +53,7 @@ class Answer {
   const Item* item_;
   std::size_t most_;
   std::vector<int> tokens_;
+  StopTexts stops_;
   Stop stop_ = Stop::none;
 };
 

@@ -11,6 +11,7 @@
 #include "base/sha256.hpp"
 #include "base/stop.hpp"
 #include "base/text.hpp"
+#include "run/stops.hpp"
 #include "run/task_env.hpp"
 
 namespace kvlab {
@@ -65,6 +66,15 @@ void check_references(const std::vector<std::string>& references, const std::str
   for (const std::string& r : references)
     if (r.find_first_not_of(" \t\r\n") == std::string::npos)
       throw Error(Errc::data, "got an empty reference, wanted text that only a right answer has", where);
+}
+
+// An empty one would end every answer before its first token.
+std::vector<std::string> stops_of(const Item& item, const std::string& where) {
+  const auto found = record_of(item).find(stop_field);
+  if (found == record_of(item).end()) return {};
+  for (const std::string& stop : found->second)
+    if (stop.empty()) throw Error(Errc::data, "got an empty stop text, wanted text that ends an answer", where);
+  return found->second;
 }
 
 Error unknown_metric(const std::string& metric, const PluginCatalog& catalog) {
@@ -155,6 +165,7 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
       item.max_new = question.max_new_tokens;
       item.references = question.references;
       item.record = question.record;
+      item.stops = stops_of(item, where);
       item.follows = question.follows;
       if (item.follows) {
         const Item& last = out.items.back();

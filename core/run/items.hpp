@@ -24,6 +24,7 @@ struct Item {
   std::vector<int> forced;  // scored instead of generated
   int max_new = 0;
   std::vector<std::string> references;
+  std::vector<std::string> stops;        // texts that end an answer, none empty (run/stops.hpp)
   std::shared_ptr<const Record> record;  // of the question; or null
   std::string sha256;                    // of prompt and fed tokens of the conversation so far, little-endian i32
 

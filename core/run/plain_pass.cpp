@@ -160,7 +160,7 @@ void PlainPass::finish_item(Row& row) {
   s.prompt_tokens = row.seen;
   std::vector<int> text = answer.tokens();
   if (answer.stop() == Answer::Stop::eos) text.pop_back();
-  s.output = in_.model->tokenizer->decode(text);
+  s.output = answer_text(*row.item, text, *in_.model->tokenizer);
   s.output_tokens = static_cast<std::int64_t>(answer.tokens().size());
   s.stop = name_of(answer.stop());
   if (timed_) s.ttft_ms = row.ttft;

@@ -74,6 +74,7 @@ const ReferenceCache::Entry& ReferenceCache::get(std::shared_ptr<const Model> mo
                     std::to_string(item.max_new);
   if (!item.forced.empty())
     key += "/" + sha256_hex({reinterpret_cast<const char*>(item.forced.data()), item.forced.size() * sizeof(int)});
+  for (const std::string& stop : item.stops) key += "/" + sha256_hex(stop);
   if (const auto it = entries_.find(key); it != entries_.end()) return it->second;
 
   EngineOptions o;

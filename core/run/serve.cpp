@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "base/part_events.hpp"
+#include "run/answer.hpp"
 #include "run/averages.hpp"
 #include "run/disturbance.hpp"
 #include "run/nonfinite.hpp"
@@ -21,9 +22,10 @@ results::SampleRow sample_of(const CellInput& in, std::size_t index, const Serve
   s.prompt_tokens = static_cast<std::int64_t>(item.prompt.size() + item.fed.size());
   std::vector<int> text = served.tokens;
   if (served.ended) text.pop_back();
-  s.output = in.model->tokenizer->decode(text);
+  s.output =
+      in.workload()->ignore_eos ? in.model->tokenizer->decode(text) : answer_text(item, text, *in.model->tokenizer);
   s.output_tokens = static_cast<std::int64_t>(served.tokens.size());
-  s.stop = served.ended ? "eos" : "length";
+  s.stop = name_of(served.ended ? Answer::Stop::eos : served.stopped ? Answer::Stop::text : Answer::Stop::length);
   s.score = in.items->score(item, s.output);
   if (!item.references.empty()) want_finite(s.score, "a score by '" + in.items->metric + "'", s.sample);
   s.preemptions = served.preemptions;
@@ -88,7 +90,14 @@ void serve(const CellInput& in, results::CellResult& out) {
   SchedulerOptions how;
   how.prefill_chunk = in.experiment->prefill_chunk;
   how.preemption = in.workload()->recompute ? Preemption::recompute : Preemption::swap;
-  if (!in.workload()->ignore_eos) how.ends = [&](int token) { return in.model->tokenizer->is_eos(token); };
+  std::vector<StopTexts> stops;
+  for (std::size_t i = 0; i < count; ++i) stops.emplace_back(in.items->items[i % in.items->items.size()]);
+  if (!in.workload()->ignore_eos) {
+    how.ends = [&](int token) { return in.model->tokenizer->is_eos(token); };
+    how.stops = [&](std::size_t request, const std::vector<int>& tokens) {
+      return stops[request].found(tokens, *in.model->tokenizer);
+    };
+  }
   how.prompted = [&](double) { lap([&](double ms, const PartSeconds& parts) { log.prompt(ms, parts); }); };
   const Scheduler* running = nullptr;
   how.stepped = [&](double, const std::vector<std::int32_t>&) {  // prompts under way hold bytes too

@@ -10,6 +10,7 @@
 #include "base/regular_file.hpp"
 #include "base/utf8.hpp"
 #include "model/bundled.hpp"
+#include "run/stops.hpp"
 
 namespace kvlab {
 namespace {
@@ -52,10 +53,27 @@ void add_fields(const std::string& name, const nlohmann::json& value, Record& ou
   for (const auto& [key, part] : value.items()) add_fields(name + "." + key, part, out);
 }
 
+// As text a list of one would look like a text.
+void check_stops(const std::string& name, const nlohmann::json& value, const std::string& where) {
+  const auto fail = [&](const std::string& got) {
+    throw Error(Errc::data, "got " + got + " as '" + name + "', wanted a list of texts that end an answer", where);
+  };
+  if (!value.is_array()) fail(std::string("a value of the type ") + value.type_name());
+  for (const auto& text : value) {
+    if (!text.is_string()) fail(std::string("a list with a value of the type ") + text.type_name());
+    if (text.get_ref<const std::string&>().empty()) fail("a list with an empty text");
+  }
+}
+
 Record record_of(const nlohmann::json& object, const std::string& where) {
   if (!object.is_object()) throw Error(Errc::data, "got JSON that is no object, wanted {field: value, ...}", where);
   Record r;
-  for (const auto& [key, value] : object.items()) add_fields(key, value, r);
+  for (const auto& [key, value] : object.items()) {
+    if (key == stop_field) check_stops(key, value, where);
+    const bool is_header = object.size() == 1 && value.is_object();  // its list is that of all records
+    if (is_header && value.contains(stop_field)) check_stops(key + "." + stop_field, value[stop_field], where);
+    add_fields(key, value, r);
+  }
   return r;
 }
 

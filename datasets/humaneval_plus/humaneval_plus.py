@@ -9,15 +9,16 @@ PROMPT = ("Please provide a self-contained Python script that solves the followi
 OPENING = ("Below is a Python script with a self-contained function that solves the problem and passes corresponding tests:\n"
            "```python\n")
 EVALPLUS = "EvalPlus's prompt for chat models, github.com/evalplus/evalplus (Apache-2.0)"
-NOTE = ("Scoring runs the answers' code: metric: {unit_tests: {execute_code: true}}. The metric finds the closing fence, where "
-        "EvalPlus ends an answer: kvlab has no stop texts.")
+NOTE = "Scoring runs the answers' code: metric: {unit_tests: {execute_code: true}}. An answer ends where EvalPlus ends one."
+# EvalPlus ends an answer of a chat model at the closing fence, and at code that is no part of the solution.
+STOPS = ("\n```", "\nif __name__", "\ndef main(", "\nprint(")
 FILES = {"humaneval_plus": ("HumanEvalPlus.jsonl", "HumanEvalPlus.jsonl.gz", "test.jsonl"),
          "humaneval": ("HumanEval.jsonl.gz", "HumanEval.jsonl")}
 
 
 def task_of(files):
     return Task(prompt=PROMPT, answer_opening=OPENING, metric="unit_tests", max_new_tokens=768, references="tests", files=files,
-                stop=("\n```",))
+                stop=STOPS)
 
 
 def read(name, source, _options):

@@ -14,7 +14,7 @@ QASPER = ("as concisely as you can, using a single phrase or sentence if possibl
 WORDS = ("The published score splits Chinese into words with jieba, which kvlab does not have. With jieba in Python: "
          "metric: {{judge: {{command: python3 datasets/judge.py {}}}}}")
 FIRST_LINE = "The published score reads the answer's first line."
-NEWLINE = "A line end stops the published answer. Here the metric reads the first line."
+NEWLINE = "A line end stops the answer, and the metric reads the first line."
 
 # name: (template, longest answer, metric, the rest of Task)
 TABLE = {

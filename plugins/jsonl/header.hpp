@@ -1,5 +1,6 @@
 // The header of a data file: settings that its converter knows (datasets/README.md).
 #pragma once
+
 #include <charconv>
 #include <cstddef>
 #include <string>
@@ -13,11 +14,15 @@ struct Header {
   std::string prompt, question_text, answer_opening, references, metric, truncate;
   int max_new_tokens = 0;
   bool chat = true;
-  bool there = false;  // false: the file has none, and nothing above counts
+  std::vector<std::string> stops;  // texts that end an answer
+  bool there = false;              // false: the file has none, and nothing above counts
 };
 
 // A record whose one field is this object is a header.
 inline constexpr const char* header_name = "kvlab_dataset";
+
+// A record's texts that end an answer. Core reads this field of a question's record, and refuses what is no list.
+inline constexpr const char* stop_field = "stop";
 
 // Reads the keys of a header. Errors name the file and the key.
 class HeaderReader {
@@ -41,6 +46,11 @@ class HeaderReader {
     const std::string word = text(key);
     if (word != first && word != second) fail(key, "'" + word + "'", first + " or " + second);
     return word;
+  }
+  // Of a key that headers of earlier versions may lack.
+  std::vector<std::string> texts(const std::string& key) const {
+    const auto it = record_.find(std::string(header_name) + "." + key);
+    return it == record_.end() ? std::vector<std::string>() : it->second;
   }
   [[noreturn]] void fail(const std::string& key, const std::string& got, const std::string& wanted) const {
     throw kvlab::Error(kvlab::Errc::data, "got " + got + " as '" + key + "' of the header, wanted " + wanted, where_);
@@ -68,6 +78,7 @@ inline Header take_header(std::vector<kvlab::Record>& records, const std::string
     out.truncate = reader.one_of("truncate", "none", "middle");
     out.max_new_tokens = reader.number("max_new_tokens", 1);
     out.chat = reader.one_of("chat", "true", "false") == "true";
+    out.stops = reader.texts(stop_field);
     out.there = true;
     const auto count = static_cast<std::size_t>(reader.number("records", 1));
     records.erase(records.begin());

@@ -78,7 +78,8 @@ class Jsonl final : public kvlab::Task {
         data_(p.get<std::string>("data")),
         limit_(p.get<int>("limit")),
         max_context_(p.get<int>("max_context")),
-        shuffle_(p.get<bool>("shuffle")) {
+        shuffle_(p.get<bool>("shuffle")),
+        stops_(p.get<bool>("stops")) {
     if (data_.empty()) throw kvlab::Error(kvlab::Errc::config, "got no data, wanted the path of a JSON lines file");
     if (p.get<Truncate>("truncate") == Truncate::middle && max_context_ == 0)
       throw kvlab::Error(kvlab::Errc::config, "got truncate: middle without max_context, wanted the tokens to cut to");
@@ -101,7 +102,7 @@ class Jsonl final : public kvlab::Task {
   kvlab::Params given_;
   std::string data_;
   int limit_, max_context_;
-  bool shuffle_;
+  bool shuffle_, stops_;
   mutable std::optional<Settings> settings_;
   mutable std::vector<std::shared_ptr<const kvlab::Record>> records_;  // read once
   mutable std::vector<Group> groups_;
@@ -111,8 +112,15 @@ class Jsonl final : public kvlab::Task {
 const std::vector<Jsonl::Group>& Jsonl::groups(const kvlab::TaskEnv& env) const {
   if (!groups_.empty()) return groups_;
   std::vector<kvlab::Record> records = env.records(data_);
-  settings_.emplace(given_, jsonl::take_header(records, data_));
-  for (kvlab::Record& record : records) records_.push_back(std::make_shared<const kvlab::Record>(std::move(record)));
+  const jsonl::Header header = jsonl::take_header(records, data_);
+  settings_.emplace(given_, header);
+  for (kvlab::Record& record : records) {
+    if (!stops_)
+      record.erase(jsonl::stop_field);
+    else if (!header.stops.empty())
+      record.emplace(jsonl::stop_field, header.stops);  // unless the record has its own
+    records_.push_back(std::make_shared<const kvlab::Record>(std::move(record)));
+  }
   for (std::size_t i = 0; i < records_.size(); ++i) {
     std::string prompt = settings_->prompt.render(*records_[i], place(i));
     if (groups_.empty() || static_cast<int>(groups_.back().records.size()) == env.questions() ||
@@ -207,6 +215,7 @@ KVLAB_PLUGIN(
         .param("shuffle", false, "in an order that follows from the seed, before the limit")
         .param("chat", Chat::automatic,
                "put the model's chat template around the prompt; auto: as the file says, else true")
+        .param("stops", true, "an answer ends at the stop texts of the file or the record; false: they do not count")
         .param("max_context", 0, 0, kvlab::any, "most tokens of template, prompt and longest answer; 0 = no limit")
         .param("truncate", Truncate::automatic,
                "what to do with a longer prompt: refuse it, or cut out its middle; auto: as the file says, else none"))

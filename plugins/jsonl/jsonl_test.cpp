@@ -1,3 +1,4 @@
+
 #include <nlohmann/json.hpp>
 
 #include "test/support/task_fixture.hpp"
@@ -223,6 +224,33 @@ TEST_CASE("jsonl: the header's truncation and chat template, unless the entry sa
   CHECK(opened(true, "auto"));
   CHECK(opened(false, "true"));
   CHECK(!opened(true, "false"));
+}
+
+TEST_CASE("jsonl: stop texts of the header, a record's own in their place, and none with stops: false") {
+  const TaskFixture f("jsonl");
+  const auto env = f.env(1);
+  auto own = nlohmann::json::parse(converted);
+  own["stop"] = {"own"};
+  f.write("data.jsonl", header({{"records", 2}, {"stop", {"\n\nQ:", "end"}}}) + converted + own.dump() + "\n");
+  const auto stops = [&](Given given, int sample) {
+    const auto task = f.task(with(std::move(given)));
+    REQUIRE(task->samples(env) == 2);
+    const auto record = task->sample(sample, env).questions[0].record;
+    const auto found = record->find("stop");
+    return found == record->end() ? std::vector<std::string>() : found->second;
+  };
+  CHECK(stops({}, 0) == std::vector<std::string>{"\n\nQ:", "end"});
+  CHECK(stops({}, 1) == std::vector<std::string>{"own"});
+  CHECK(stops({{"stops", false}}, 0).empty());
+  CHECK(stops({{"stops", false}}, 1).empty());
+  f.write("data.jsonl", header({{"records", 2}, {"stop", nlohmann::json::array()}}) + converted + own.dump() + "\n");
+  CHECK(stops({}, 0).empty());
+  CHECK(stops({}, 1) == std::vector<std::string>{"own"});
+  f.write("data.jsonl", header({{"stop", "text"}}) + converted);
+  CHECK_THROWS_WITH(f.task(with({}))->samples(env),
+                    Catch::Contains("data.jsonl:1: got a value of the type string as 'kvlab_dataset.stop'"));
+  f.write("data.jsonl", converted + (own["stop"] = {""}, own.dump()));
+  CHECK_THROWS_WITH(f.task(with({}))->samples(env), Catch::Contains("data.jsonl:2: got a list with an empty text"));
 }
 
 TEST_CASE("jsonl: a header that is wrong is refused, and so is a file that lost records") {

@@ -418,6 +418,21 @@ TEST_CASE("an answer ends at the token that ends answers") {
   CHECK(s.served()[0].ended);
 }
 
+TEST_CASE("an answer ends with the tokens that its request's stop texts say") {
+  const Request r{text(9, 5), {}, 20, 0}, other{text(7, 6), {}, 6, 0};
+  const auto whole = alone(r, std::make_shared<Nothing>());
+  Engine engine(tiny(), std::make_shared<Nothing>(), options(2));
+  SchedulerOptions how;
+  how.stops = [&](std::size_t request, const std::vector<int>& tokens) { return request == 1 && tokens.size() == 5; };
+  Scheduler s(engine, {other, r}, how);
+  run(s, engine);
+  CHECK(s.served()[0].tokens.size() == 6);
+  CHECK(!s.served()[0].stopped);
+  CHECK(s.served()[1].tokens == std::vector<int>(whole.begin(), whole.begin() + 5));
+  CHECK(s.served()[1].stopped);
+  CHECK(!s.served()[1].ended);
+}
+
 TEST_CASE("requests that cannot run are refused") {
   Engine engine(tiny(), std::make_shared<Nothing>(), options(1));
   const auto refused = [&](Request r) { CHECK_THROWS_AS(Scheduler(engine, {std::move(r)}, {}), Error); };

@@ -1,6 +1,7 @@
 #include "run/answer.hpp"
 
 #include "run/sampling.hpp"
+#include "run/stops.hpp"
 #include "support/contract.hpp"
 #include "test/support/task_fixture.hpp"
 
@@ -55,6 +56,48 @@ TEST_CASE("an answer ends at the end token, at its longest, or with the forced t
   item.forced.clear();
   CHECK(ends_answer(item, eos, *tokenizer));
   CHECK_FALSE(ends_answer(item, 5, *tokenizer));
+}
+
+TEST_CASE("the place of a stop text") {
+  CHECK(stop_place("4\n\nQuestion: 5", {"\n\nQuestion:"}) == 1);
+  CHECK(stop_place("one two three", {"three", "two"}) == 4);
+  CHECK(stop_place("one", {"two"}) == std::string::npos);
+  CHECK(stop_place("one", {}) == std::string::npos);
+  CHECK(stop_place("stop", {"stop"}) == 0);
+  CHECK(stop_place("\n```", {"\n```"}) == 0);
+  CHECK(stop_place("\n one\ntwo", {"\n"}) == 5);  // white space counts after the first word
+  CHECK(stop_place("\n \n", {"\n", " "}) == std::string::npos);
+}
+
+TEST_CASE("an answer ends at a stop text, though several tokens make it, and the text before it counts") {
+  const auto tokenizer = test::test_vocabulary("gpt-2");
+  const std::vector<int> tokens = tokenizer->encode("The answer is 42.\n\nQuestion: what next? Question: more");
+  Item item;
+  item.max_new = static_cast<int>(tokens.size());
+  item.stops = {"nothing", "\n\nQuestion:"};
+  Answer answer(item);
+  std::size_t taken = 0;
+  while (!answer.ended()) answer.take(tokens[taken++], *tokenizer);
+  CHECK(name_of(answer.stop()) == std::string("text"));
+  CHECK(tokenizer->decode(answer.tokens()) == "The answer is 42.\n\nQuestion:");
+  CHECK(answer_text(item, answer.tokens(), *tokenizer) == "The answer is 42.");
+
+  item.stops = {"swer i"};  // it begins and ends inside tokens
+  Answer inside(item);
+  for (taken = 0; !inside.ended();) inside.take(tokens[taken++], *tokenizer);
+  CHECK(answer_text(item, inside.tokens(), *tokenizer) == "The an");
+
+  item.stops = {"never"};
+  Answer whole(item);
+  for (const int token : tokens) whole.take(token, *tokenizer);
+  CHECK(name_of(whole.stop()) == std::string("length"));
+
+  item.stops = {"The"};
+  item.forced = tokens;  // forced tokens are no answer
+  Answer forced(item);
+  forced.take(tokens[0], *tokenizer);
+  CHECK(!forced.ended());
+  CHECK(answer_text(item, tokens, *tokenizer) == tokenizer->decode(tokens));
 }
 
 TEST_CASE("a question fed after the prompt is the same text, and one sequence leaves nothing to the next") {

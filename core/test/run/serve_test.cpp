@@ -104,6 +104,36 @@ TEST_CASE("forced tokens and turns are no requests") {
   CHECK_THROWS_AS(make_requests({}, turns, 1, "."), Error);
 }
 
+TEST_CASE("a cell with a workload ends answers at their stop texts, unless it asks for the longest") {
+  test::CellFixture f(test::tiny_model("llama-gqa3"), test::full_spec(), {Metric::score, Metric::memory});
+  f.items.items = items(4);
+  const results::CellResult longest = f.run();
+  REQUIRE(longest.summary.status == "ok");
+  for (std::size_t i = 0; i < 4; ++i) {
+    const std::string& text = longest.samples[i].output;
+    f.items.items[i].stops = {text.substr(text.size() / 2, 2)};
+  }
+  const results::CellResult plain = f.run();
+  REQUIRE(plain.summary.status == "ok");
+  f.experiment.workloads = {poisson(8, 500)};
+  f.experiment.batch = 4;
+  f.leave_for_pages(100'000, 4);
+  for (const bool ignore : {false, true}) {
+    CAPTURE(ignore);
+    f.experiment.workloads[0].ignore_eos = ignore;
+    const results::CellResult served = f.run();
+    CAPTURE(served.summary.error);
+    REQUIRE(served.summary.status == "ok");
+    REQUIRE(served.samples.size() == 8);
+    for (std::size_t i = 0; i < 8; ++i) {
+      const results::SampleRow &got = served.samples[i], &want = (ignore ? longest : plain).samples[i % 4];
+      CHECK(got.output == want.output);
+      CHECK(got.stop == (ignore ? "length" : "text"));
+      if (!ignore) CHECK(got.output_tokens == want.output_tokens);
+    }
+  }
+}
+
 TEST_CASE("a cell with a workload has the texts of one without, and every request's times") {
   test::CellFixture f(test::tiny_model("llama-gqa3"), test::full_spec(),
                       {Metric::score, Metric::memory, Metric::latency});

@@ -114,6 +114,25 @@ TEST_CASE("records keep every field as text, and the parts of what is no text") 
   CHECK(squad.at("answers.text") == std::vector<std::string>{"x", "y"});
 }
 
+TEST_CASE("stop texts are a list of texts, of a record or of a header, else file and record are named") {
+  const TaskFixture f("niah");
+  const auto refused = [&](const std::string& line, const std::string& why) {
+    CAPTURE(line);
+    f.write("s.jsonl", "{\"a\": 1, \"stop\": []}\n" + line + "\n");
+    CHECK_THROWS_WITH(f.env(1).records("s.jsonl"), Catch::Contains("s.jsonl:2: got " + why));
+  };
+  refused(R"({"stop": "\n", "a": 1})", "a value of the type string as 'stop', wanted a list of texts");
+  refused(R"({"stop": null})", "a value of the type null");
+  refused(R"({"stop": {"a": 1}})", "a value of the type object");
+  refused(R"({"stop": ["x", 3]})", "a list with a value of the type number");
+  refused(R"({"stop": ["x", ""]})", "a list with an empty text");
+  refused(R"({"kvlab_dataset": {"stop": "x"}})", "a value of the type string as 'kvlab_dataset.stop'");
+  f.write("s.json", R"([{"stop": ["x", "\ny"]}, {"stop": 1}])");
+  CHECK_THROWS_WITH(f.env(1).records("s.json"), Catch::Contains("s.json: record 2: got a value of the type number"));
+  f.write("s.json", R"([{"stop": ["x", "\ny"]}, {"more": {"stop": 1}, "a": 2}])");
+  CHECK(f.env(1).records("s.json")[0].at("stop") == std::vector<std::string>{"x", "\ny"});
+}
+
 TEST_CASE("every cut of a record is an error, never a record") {
   const TaskFixture f("niah");
   const std::string whole = R"({"a": "\u00e9 \"q\"", "b": [1, {"c": null}], "d": -1.5e3})";
