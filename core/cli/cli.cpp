@@ -106,6 +106,11 @@ class CommandLine {
   Registry registry() const {
     return Registry(std::vector<std::filesystem::path>(plugin_path_.begin(), plugin_path_.end()));
   }
+  void add_strict(CLI::App* command) {
+    command->add_flag("--strict", strict_,
+                      "run a cell again, at most 3 times, whose times other programs disturbed, also one that a run "
+                      "without --strict finished; the column `reruns` counts");
+  }
   void add_run();
   void add_profile();
   void add_record();
@@ -128,7 +133,7 @@ class CommandLine {
   std::optional<std::string> log_file_;
   CLI::Option* report_html_ = nullptr;
   bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, isolate_ = false, json_ = false,
-       check_ = false, plugins_ = false, attempts_ = false, ladder_ = false;
+       check_ = false, plugins_ = false, attempts_ = false, ladder_ = false, strict_ = false;
   SpreadWords spread_;
   GenerateOptions generate_;
   ConformOptions conform_;
@@ -163,6 +168,7 @@ void CommandLine::add_run() {
                         Loaded loaded(file_, sets_, plugin_path_);
                         if (!output_.empty()) loaded.experiment.output = output_;
                         RunOptions options{joined(typed()), fresh_, quiet_};
+                        options.strict = strict_;
                         if (isolate_) options.isolate.assign(argv_, argv_ + argc_);
                         spread_.apply(options, typed());
                         if (!isolated_cell_.empty())
@@ -178,6 +184,7 @@ void CommandLine::add_run() {
   run->add_flag("--isolate", isolate_,
                 "each cell in a process of its own, so that a plugin that ends it costs that cell only; the model is "
                 "loaded and the full cache's reference made anew for each cell");
+  add_strict(run);
   run->add_option("--isolated-cell", isolated_cell_, "what --isolate starts")->group("");
   spread_.add_to(run);
 
@@ -270,6 +277,7 @@ void CommandLine::add_reproduce() {
             reproduce_.plugin_path = plugin_path_;
             reproduce_.quiet = quiet_;
             reproduce_.run = {joined(typed()), fresh_, true};
+            reproduce_.run.strict = strict_;
             spread_.apply(reproduce_.run, typed());
             return reproduce(reproduce_);
           });
@@ -282,6 +290,7 @@ void CommandLine::add_reproduce() {
   CLI::Option* check = command->add_flag("--check", reproduce_.check, "only check what would run");
   command->add_flag("--report", reproduce_.report, "run nothing, show what earlier calls left")->excludes(check);
   command->add_flag("--fresh", fresh_, "run finished cells and profiles again");
+  add_strict(command);
   command->add_option("-o,--output", reproduce_.folder, "folder of the result files")->capture_default_str();
   command->add_option("--format", reproduce_.format, "table, md, csv or latex")->capture_default_str();
   command->add_option("--set", sets_, "key=value in place of the experiments'; repeatable")->allow_extra_args(false);

@@ -123,31 +123,26 @@ class Reproduction {
                             join({models.begin(), models.end()}, " and ")));
   }
 
-  // Runs that need a profile are checked once it is there.
-  void check() const {
+  // Of runs behind profiles that are still to be made: models and prompts; budgets when the profiles are there.
+  enum class When { before_profiles, after_profiles };
+  void check(When when) const {
+    const bool before = when == When::before_profiles;
+    const std::set<fs::path> later = before ? missing_profiles() : std::set<fs::path>();
     for (const Run& run : runs_) {
-      const fs::path file = run.loaded->experiment.file;
+      const Experiment& e = run.loaded->experiment;
+      if (is_profile(run) && !before) continue;
       if (is_profile(run)) {
-        if (!o_.check) continue;
-        if (!has_profile(run))
-          if (const Checked checked = check_experiment(run.loaded->experiment, *run.loaded->catalog); checked.absent)
-            throw Error(*checked.absent);
-        fmt::print("{}: makes {}\n", file.string(), run.loaded->experiment.output.string());
+        const bool made = later.count(fs::weakly_canonical(e.output)) == 0;
+        if (!made) check_profile(e, *run.loaded->catalog);
+        if (o_.check)
+          fmt::print("{}: {}\n", e.file.string(),
+                     made ? e.output.string() + " is there" : "makes " + e.output.string());
         continue;
       }
-      if (o_.check && lacks_profile()) {
-        fmt::print("{}: is checked once the profiles before it are made\n", file.string());
-        continue;
-      }
-      const Checked checked = check_experiment(run.loaded->experiment, *run.loaded->catalog);
+      const Checked checked = check_experiment(e, *run.loaded->catalog, later);
       if (o_.check) fmt::print("{}", checked.table);
       if (checked.absent) throw Error(*checked.absent);
     }
-  }
-
-  // What is known before the profiles are there.
-  void check_first() const {
-    if (!lacks_profile()) check();
   }
 
   // Makes the profiles that other experiments read.
@@ -203,8 +198,12 @@ class Reproduction {
     return fs::exists(file) && results::is_profile(file) &&
            results::read_profile(file).model == e.models.front().name();
   }
-  bool lacks_profile() const {
-    return std::any_of(runs_.begin(), runs_.end(), [](const Run& r) { return is_profile(r) && !has_profile(r); });
+  std::set<fs::path> missing_profiles() const {
+    std::set<fs::path> missing;
+    for (const Run& run : runs_)
+      if (is_profile(run) && (o_.run.fresh || !has_profile(run)))
+        missing.insert(fs::weakly_canonical(run.loaded->experiment.output));
+    return missing;
   }
 
   int profile(const Run& run) const {
@@ -311,12 +310,12 @@ class Items {
   int run_one(std::size_t i) const {
     const Reproduction& one = reproductions_[i];
     int code = 0;
-    if (o_.check) return one.check(), 0;
+    if (o_.check) return one.check(Reproduction::When::before_profiles), 0;
     if (!o_.report) {
-      one.check_first();
+      one.check(Reproduction::When::before_profiles);
       code = one.profiles();
       if (stop::requested()) return code;
-      one.check();
+      one.check(Reproduction::When::after_profiles);
       for (const GivenExperiment& given : one.experiments()) {
         if (stop::requested()) return code;
         log::info(fmt::format("{}: {}", items_[i].name(), given.experiment.file.string()));
@@ -331,13 +330,15 @@ class Items {
   // Workers run the cells of all items, so that none is idle while an item has cells left.
   int run_pool() const {
     stop::watch();
-    for (std::size_t i = 0; i < items_.size(); ++i) with_needs(i, [&] { reproductions_[i].check_first(); });
+    for (std::size_t i = 0; i < items_.size(); ++i)
+      with_needs(i, [&] { reproductions_[i].check(Reproduction::When::before_profiles); });
     const std::optional<int> made = profiles_beside();
     int code = made.value_or(0);
     for (std::size_t i = 0; i < items_.size() && !made && !stop::requested(); ++i)
       with_needs(i, [&] { code = std::max(code, reproductions_[i].profiles()); });
     if (code >= 2 || stop::requested()) return code;
-    for (std::size_t i = 0; i < items_.size(); ++i) with_needs(i, [&] { reproductions_[i].check(); });
+    for (std::size_t i = 0; i < items_.size(); ++i)
+      with_needs(i, [&] { reproductions_[i].check(Reproduction::When::after_profiles); });
     if (const auto all = each_once(experiments()); !all.empty()) code = std::max(code, run_experiments(all, o_.run));
     if (stop::requested()) return code;
     for (const Reproduction& one : reproductions_) show(one);

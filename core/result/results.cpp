@@ -241,6 +241,10 @@ std::map<std::string, std::vector<SampleRow>> read_samples(const std::string& ou
 
 void add_label(SummaryRow& row, const std::string& label) { row.labels += (row.labels.empty() ? "" : ", ") + label; }
 
+bool has_label(const SummaryRow& row, const std::string& label) {
+  return (", " + row.labels + ", ").find(", " + label + ", ") != std::string::npos;
+}
+
 SummaryRow read_new_part(const std::string& out_path, const std::string& id) {
   const auto held = h5::lock();
   return part_row(open_sealed(part_path(out_path, id), Look::at_length), id);

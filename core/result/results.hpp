@@ -49,7 +49,9 @@ struct SummaryRow {
   double kl = not_measured;                                                       // nats
   double top1 = not_measured, mass = not_measured;                                // shares, 0 to 1
   std::int64_t device_bytes_peak = -1, host_bytes_peak = -1, disk_bytes_peak = -1;
-  double device_bytes_decode = not_measured;  // mean over decode steps
+  // Means over decode steps. fragmentation: device bytes of pages that hold no token (LedgerRow::unused).
+  double device_bytes_decode = not_measured, host_bytes_decode = not_measured, disk_bytes_decode = not_measured;
+  double fragmentation = not_measured;
   double compression = not_measured;
   std::int64_t fired = -1;  // edits that changed something
   std::int64_t output_tokens = -1;
@@ -74,9 +76,15 @@ struct SummaryRow {
   double waiting_threads = not_measured;  // mean number of our threads that could run and had no core
   std::int64_t involuntary_switches = -1, voluntary_switches = -1;
   std::int64_t threads = -1;  // the fewest OpenMP threads that worked
+  std::int64_t reruns = -1;   // how often --strict ran the cell again; the row is the last run's. -1 = without --strict
+  // MHz before and after: the mean over the cores that we may use, and the GPU's multiprocessors
+  // (base/clock_rates.hpp).
+  double cpu_mhz_begin = not_measured, cpu_mhz_end = not_measured;
+  double gpu_mhz_begin = not_measured, gpu_mhz_end = not_measured;
 };
 
 void add_label(SummaryRow& row, const std::string& label);
+bool has_label(const SummaryRow& row, const std::string& label);
 
 struct SampleRow {
   std::int64_t sample = 0;        // index in the cell: one row per question or request
@@ -108,6 +116,7 @@ struct LedgerRow {
   std::int64_t engine_step = 0;
   std::string tier, tag;
   std::int64_t held = 0, moved = 0;  // bytes; moved = since the previous engine step
+  std::int64_t unused = -1;          // of `held`: bytes of pages for tokens that are not there. -1 = not known
 };
 
 enum class TraceKind : std::uint8_t { select, promote, evict, trigger };

@@ -90,6 +90,14 @@ const std::vector<Field<SummaryRow>>& fields(const SummaryRow*) {
       {"kept_tokens", &R::kept_tokens, "tokens", false, true},
       {"moved_device", &R::moved_device, "bytes/step", false, true},
       {"moved_host", &R::moved_host, "bytes/step", false, true},
+      {"reruns", &R::reruns, "", false, true},
+      {"cpu_mhz_begin", &R::cpu_mhz_begin, "MHz", false, true},
+      {"cpu_mhz_end", &R::cpu_mhz_end, "MHz", false, true},
+      {"gpu_mhz_begin", &R::gpu_mhz_begin, "MHz", false, true},
+      {"gpu_mhz_end", &R::gpu_mhz_end, "MHz", false, true},
+      {"host_bytes_decode", &R::host_bytes_decode, "bytes", false, true},
+      {"disk_bytes_decode", &R::disk_bytes_decode, "bytes", false, true},
+      {"fragmentation", &R::fragmentation, "bytes", false, true},
   };
   return list;
 }
@@ -124,7 +132,7 @@ const std::vector<Field<LedgerRow>>& fields(const LedgerRow*) {
   using R = LedgerRow;
   static const std::vector<Field<R>> list = {
       {"engine_step", &R::engine_step}, {"tier", &R::tier, "", true},  {"tag", &R::tag, "", true},
-      {"held", &R::held, "bytes"},      {"moved", &R::moved, "bytes"},
+      {"held", &R::held, "bytes"},      {"moved", &R::moved, "bytes"}, {"unused", &R::unused, "bytes", false, true},
   };
   return list;
 }

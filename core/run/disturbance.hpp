@@ -1,6 +1,7 @@
 // Did other processes lengthen a cell's times? TimedPart notes the machine's load during a cell's timed part and sets
-// the label `disturbed`.
+// the label `disturbed`. --strict then runs the cell again.
 #pragma once
+#include <functional>
 #include <kvlab/stream.hpp>
 #include "base/cpu_use.hpp"
 #include "result/results.hpp"
@@ -27,14 +28,22 @@ bool disturbed(const Disturbance& d);
 class TimedPart {
  public:
   explicit TimedPart(Device device);
-  // Fills the row's columns of load, switches and threads, and adds the label.
+  // Fills the row's columns of load, switches, threads and clocks, and adds the label.
   void note(results::SummaryRow& row) const;
 
  private:
   Device device_;
   int threads_;
+  double cpu_mhz_, gpu_mhz_;
   CpuUse begin_;
   ThreadWaits waits_;
 };
+
+// --strict runs a cell again at most so often.
+inline constexpr int most_reruns = 3;
+// Runs a cell, and again while other processes disturbed it. Returns the last result, with SummaryRow::reruns.
+results::CellResult run_until_quiet(const std::function<results::CellResult()>& run);
+// How often a cell was run again, for people: "" or ", run again once, and still disturbed".
+std::string reruns_text(const results::SummaryRow& row);
 
 }  // namespace kvlab

@@ -38,7 +38,7 @@ int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, con
     telling::begun();
     begun = true;
     const std::string out = e.output.string();
-    const results::CellResult result = run_here(in, models, {results::parts_folder(out)});
+    const results::CellResult result = run_here(in, models, {results::parts_folder(out)}, options.strict);
     put_on_disk(out, result, run_info(e, options.command, written_models));
     telling::written();
     return result.summary.status == "ok" ? 0 : 1;

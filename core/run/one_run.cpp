@@ -16,6 +16,7 @@
 #include "result/report.hpp"
 #include "run/cannot_go_on.hpp"
 #include "run/cell.hpp"
+#include "run/disturbance.hpp"
 #include "run/isolated.hpp"
 #include "run/model_record.hpp"
 
@@ -67,7 +68,7 @@ Run::Run(const Experiment& e, const PluginCatalog& catalog, const RunOptions& op
   if (options.worker) return;
   forget_ended(shared_.folder());
   for (const Cell& c : all())
-    if (options.fresh || !before_.cells.count(c.id)) shared_.replaces(c.id, before_.cells.count(c.id));
+    if (runs_again(c) || !before_.cells.count(c.id)) shared_.replaces(c.id, before_.cells.count(c.id));
 }
 
 results::Finished Run::finished_before() const {
@@ -142,12 +143,27 @@ void Run::finished(const Cell& c) {
   if (options_.worker) return progress_.skip();
   const results::SummaryRow s =
       on_own_file("a part could not be read", [&] { return results::read_new_part(out_, c.id); });
-  trouble_ |= s.status != "ok";
-  progress_.ended_elsewhere(name_of(c), s.status == "ok" ? "ok" : s.status + ": " + s.error);
+  say_ended(s, name_of(c));
+}
+
+// elsewhere: the name of a cell that another process ran.
+void Run::say_ended(const results::SummaryRow& s, const std::string& elsewhere) {
+  const bool ok = s.status == "ok";
+  trouble_ |= !ok;
+  still_disturbed_ += ok && s.reruns == most_reruns && results::has_label(s, "disturbed");
+  const std::string outcome = ok ? "ok" + reruns_text(s) : s.status + ": " + s.error;
+  elsewhere.empty() ? progress_.end(outcome) : progress_.ended_elsewhere(elsewhere, outcome);
+}
+
+bool Run::runs_again(const Cell& c) const {
+  if (options_.fresh) return true;
+  const auto done = before_.cells.find(c.id);
+  return options_.strict && done != before_.cells.end() && done->second.reruns < 0 &&
+         results::has_label(done->second, "disturbed");
 }
 
 bool Run::finished_already(const Cell& c) {
-  if (options_.fresh) return false;  // its part stays until the new one replaces it
+  if (runs_again(c)) return false;  // its part stays until the new one replaces it
   const auto done = before_.cells.find(c.id);
   if (done == before_.cells.end()) return false;
   trouble_ |= done->second.status != "ok";
@@ -164,10 +180,8 @@ bool Run::run_and_write(const Cell& c, const Claim& claim) {
   try {
     const Ran ran = run_one(c, claim);
     if (!ran.on_disk) put_on_disk(out_, ran.result, info_);
-    const results::SummaryRow& s = ran.result.summary;
-    trouble_ |= s.status != "ok";
     new_.insert(c.id);
-    progress_.end(s.status == "ok" ? "ok" : s.status + ": " + s.error);
+    say_ended(ran.result.summary, "");
     return true;
   } catch (const CannotGoOn& e) {
     stop_at(c, name, e.what());
@@ -192,7 +206,7 @@ Run::Ran Run::run_one(const Cell& c, const Claim& claim) {
                                     claim.ended(), claim.last()))};
   try {
     if (!options_.isolate.empty()) return run_apart(c, in);
-    return {run_here(in, models_, folders_)};
+    return {run_here(in, models_, folders_, options_.strict)};
   } catch (const std::bad_alloc& e) {  // outside the cell's own passes
     return {broken_cell(in, "oom", e.what())};
   }
@@ -214,6 +228,9 @@ int Run::end() {
   if (left_to_workers_) return 0;
   if (skipped_)
     log::info(fmt::format("{} of {} cells were finished already (--fresh runs them again)", skipped_, all().size()));
+  if (still_disturbed_)
+    log::warn(fmt::format("{} {} disturbed in each of {} runs: other processes took cores, and the times are too long",
+                          still_disturbed_, still_disturbed_ == 1 ? "cell was" : "cells were", most_reruns + 1));
   const bool made = make_output();
   if (stopped_) return say_stopped();
   say_others();

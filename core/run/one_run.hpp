@@ -57,6 +57,7 @@ class Run final : public WorkersHeard {
 
   std::vector<const Cell*> unfinished();
   bool finished_already(const Cell& cell);
+  bool runs_again(const Cell& cell) const;  // though it is finished
   bool run_and_write(const Cell& cell, const Claim& claim);
   Ran run_one(const Cell& cell, const Claim& claim);
   Ran run_apart(const Cell& cell, const CellInput& in) const;
@@ -65,6 +66,7 @@ class Run final : public WorkersHeard {
 
   bool make_output() const;
   results::RunInfo info_of_cells() const;
+  void say_ended(const results::SummaryRow& row, const std::string& elsewhere);
   int say_stopped() const;
   void say_others() const;
   void print_report(bool made) const;
@@ -86,8 +88,9 @@ class Run final : public WorkersHeard {
   std::set<std::string> new_;         // cells that this run has finished
   bool trouble_ = false;              // a cell failed, did not fit or could not be written
   bool cannot_go_on_ = false, left_to_workers_ = false;
-  int stopped_ = 0;  // by this signal
-  int skipped_ = 0;  // cells
+  int stopped_ = 0;          // by this signal
+  int skipped_ = 0;          // cells
+  int still_disturbed_ = 0;  // cells, after all reruns of --strict
 };
 
 }  // namespace kvlab

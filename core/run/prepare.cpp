@@ -23,8 +23,9 @@ namespace {
 
 class Preparation {
  public:
-  Preparation(const Experiment& e, const PluginCatalog& catalog, const std::string& only)
-      : e_(e), catalog_(catalog), only_(only) {}
+  Preparation(const Experiment& e, const PluginCatalog& catalog, const std::string& only,
+              const std::set<std::filesystem::path>& later)
+      : e_(e), catalog_(catalog), only_(only), later_(later) {}
 
   Prepared run() {
     open_models();
@@ -40,6 +41,9 @@ class Preparation {
   void open_models();
   void list_cells();
   void read_recorded_trace();
+  bool made_later(const std::filesystem::path& file) const {
+    return !later_.empty() && later_.count(std::filesystem::weakly_canonical(file)) != 0;
+  }
   bool read_profile(const Cell& cell);
   void check(const Cell& cell);
   void check_output();
@@ -59,6 +63,7 @@ class Preparation {
   const Experiment& e_;
   const PluginCatalog& catalog_;
   const std::string& only_;
+  const std::set<std::filesystem::path>& later_;
   Prepared p_;
   std::vector<std::string> inputs_;  // files that the cells depend on
   std::vector<Error> wrong_;
@@ -90,6 +95,7 @@ void Preparation::list_cells() {
     return recorded + p_.models[static_cast<std::size_t>(&spec - e_.models.data())]->fingerprint;
   };
   prints.file = [&, hash = prints.file](const std::filesystem::path& file) {
+    if (made_later(file)) return file.string();
     inputs_.push_back(file.string());
     return hash(file);
   };
@@ -110,6 +116,7 @@ void Preparation::read_recorded_trace() {
 bool Preparation::read_profile(const Cell& c) {
   const PolicySpec& policy = e_.policies[c.policy];
   const ProfileKey key{c.model, policy.profile, policy.page_size};
+  if (!policy.profile.empty() && made_later(e_.resolve(policy.profile))) return false;
   return policy.profile.empty() || p_.profiles.count(key) != 0 || attempt(policy.where, [&] {
            p_.profiles[key] = std::make_shared<Profile>(
                read_policy_profile(e_.resolve(policy.profile).string(), *p_.models[c.model], policy.page_size));
@@ -150,8 +157,9 @@ void Preparation::check_output() {
 
 }  // namespace
 
-Prepared prepare(const Experiment& e, const PluginCatalog& catalog, const std::string& only) {
-  return Preparation(e, catalog, only).run();
+Prepared prepare(const Experiment& e, const PluginCatalog& catalog, const std::string& only,
+                 const std::set<std::filesystem::path>& later) {
+  return Preparation(e, catalog, only, later).run();
 }
 
 CellInput input(const Experiment& e, const PluginCatalog& catalog, const Prepared& p, const Cell& cell) {

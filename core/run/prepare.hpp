@@ -3,8 +3,10 @@
 #include <kvlab/error.hpp>
 
 #include <cstdint>
+#include <filesystem>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -34,8 +36,10 @@ struct Prepared {
 };
 
 // Finds errors before anything is run or written. An ExperimentError holds all messages of the cells, each once. only:
-// the id of one cell; empty = all cells.
-Prepared prepare(const Experiment& experiment, const PluginCatalog& catalog, const std::string& only = {});
+// the id of one cell; empty = all cells. later: profile files that are still to be made, absolute; what depends on
+// their contents is not checked, the cells' ids among it.
+Prepared prepare(const Experiment& experiment, const PluginCatalog& catalog, const std::string& only = {},
+                 const std::set<std::filesystem::path>& later = {});
 
 // A cell's input, without references and progress. Borrows its arguments.
 CellInput input(const Experiment& experiment, const PluginCatalog& catalog, const Prepared& prepared, const Cell& cell);

@@ -156,9 +156,15 @@ std::optional<std::vector<Profile>> watch_all(const std::vector<Sample>& samples
   }
 }
 
-}  // namespace
+// An experiment that has passed every check, and what its engine takes.
+struct Checks {
+  Experiment experiment;
+  std::unique_ptr<Checkpoint> checkpoint;
+  std::vector<Sample> samples;
+  EngineOptions options;
+};
 
-int run_profile(const Experiment& given, const PluginCatalog& catalog, const RunOptions& options) {
+Checks checks_of(const Experiment& given, const PluginCatalog& catalog) {
   Experiment e = given;
   if (e.profilers.empty())
     throw Error(Errc::config, "got no 'profilers', wanted e.g. profilers: [NAME]; `kvlab list profilers` has the names",
@@ -173,17 +179,12 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
     throw Error(Errc::config,
                 fmt::format("got {} models, wanted one: a profile is keyed by its model", e.models.size()),
                 e.file.string());
-  use_threads(e.threads);
-  const std::string out = e.output.string();
-  results::check_output(out, results::OutputKind::profile);
-
-  stop::watch();
-  name_callback_at_end();
+  results::check_output(e.output.string(), results::OutputKind::profile);
   e = with_backend(std::move(e));
   const ModelSpec& spec = e.models.front();
   auto checkpoint = open_model(spec.path, spec.adapter, e.folder);
   const auto outline = model_outline(*checkpoint, spec.dtype, spec.name(), device_of(e));
-  const std::vector<Sample> samples = samples_of(e, catalog, *outline);
+  std::vector<Sample> samples = samples_of(e, catalog, *outline);
   EngineOptions o;
   o.device = device_of(e);
   for (const Sample& s : samples) o.max_tokens = std::max(o.max_tokens, s.item.most_tokens());
@@ -202,6 +203,20 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
     }
     o.scratch_limit = -1;  // what profilers take serves no cache
   }
+  return {std::move(e), std::move(checkpoint), std::move(samples), o};
+}
+
+}  // namespace
+
+void check_profile(const Experiment& experiment, const PluginCatalog& catalog) { checks_of(experiment, catalog); }
+
+int run_profile(const Experiment& given, const PluginCatalog& catalog, const RunOptions& options) {
+  use_threads(given.threads);
+  stop::watch();
+  name_callback_at_end();
+  auto [e, checkpoint, samples, o] = checks_of(given, catalog);
+  const ModelSpec& spec = e.models.front();
+  const std::string out = e.output.string();
   const auto held = results::open_output(out, options.command, results::OutputKind::profile);
 
   const auto model = load_model(*checkpoint, spec.dtype, spec.name(), o.device);

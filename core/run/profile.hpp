@@ -10,4 +10,7 @@ namespace kvlab {
 // else first and throws.
 int run_profile(const Experiment& experiment, const PluginCatalog& catalog, const RunOptions& options);
 
+// Makes these checks alone, without reading weights.
+void check_profile(const Experiment& experiment, const PluginCatalog& catalog);
+
 }  // namespace kvlab

@@ -54,7 +54,7 @@ void Progress::item(const std::string& pass, int done, int total) {
 void Progress::say(const std::string& line, const std::string& outcome) const {
   if (!shown_) return;
   log::status("");
-  outcome == "ok" ? log::info(line) : log::error(line);
+  outcome == "ok" || outcome.starts_with("ok, ") ? log::info(line) : log::error(line);
 }
 
 void Progress::end(const std::string& outcome) {

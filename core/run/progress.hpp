@@ -13,7 +13,7 @@ class Progress {
   void skip();  // a cell that is finished already
   void begin(const std::string& name);
   void item(const std::string& pass, int done, int total);
-  void end(const std::string& outcome);  // "ok", or an error: "failed: ...", "oom: ..."
+  void end(const std::string& outcome);  // "ok", "ok, ...", or an error: "failed: ...", "oom: ..."
 
   // Of cells that other processes run.
   void waiting(std::size_t running, const std::string& where);

@@ -12,6 +12,7 @@
 #include "run/cell.hpp"
 #include "run/claims.hpp"
 #include "run/device.hpp"
+#include "run/disturbance.hpp"
 
 namespace kvlab {
 
@@ -57,13 +58,14 @@ void ModelInUse::need(std::size_t model) {
   model_ = model;
 }
 
-CellResult run_here(const CellInput& in, ModelInUse& models, const std::vector<std::string>& folders) {
+CellResult run_here(const CellInput& in, ModelInUse& models, const std::vector<std::string>& folders, bool strict) {
   std::optional<Neighbours> neighbours;
   if (may_be_lengthened(in)) neighbours.emplace(folders, in.cell->id);
-  CellResult result = run_alone(in, models);
+  const auto run = [&] { return run_alone(in, models); };
+  CellResult result = strict ? run_until_quiet(run) : run();
   results::SummaryRow& row = result.summary;
   const bool timed = row.status == "ok" && row.threads > 0;  // an oracle is not
-  if (timed && !row.labels.ends_with("disturbed") && neighbours && neighbours->any())
+  if (timed && !results::has_label(row, "disturbed") && neighbours && neighbours->any())
     results::add_label(row, "disturbed");
   return result;
 }

@@ -32,8 +32,10 @@ class ModelInUse {
 };
 
 // Loads the cell's model and runs the cell. Its times are labelled where another process of this machine ran a cell of
-// these outputs meanwhile. folders: their OUT.parts.
-results::CellResult run_here(const CellInput& in, ModelInUse& models, const std::vector<std::string>& folders);
+// these outputs meanwhile. folders: their OUT.parts. strict: it runs the cell again while other programs disturb it.
+// Cells beside each other are no reason: they would be beside each other again.
+results::CellResult run_here(const CellInput& in, ModelInUse& models, const std::vector<std::string>& folders,
+                             bool strict);
 
 // Writes the cell's part; CannotGoOn where that fails.
 void put_on_disk(const std::string& out, const results::CellResult& result, const results::RunInfo& info);

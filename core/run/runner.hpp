@@ -3,7 +3,9 @@
 #pragma once
 #include <kvlab/error.hpp>
 
+#include <filesystem>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -25,6 +27,8 @@ struct RunOptions {
   // that started it said, of each experiment; "" = somebody started it by hand.
   bool worker = false;
   std::string worker_of = {};
+  // Run a cell again that other programs disturbed (run/disturbance.hpp), and finished ones of runs without this.
+  bool strict = false;
 };
 
 // Returns exit code 0, or 1 when a cell failed or did not fit, or a result could not be written. Throws before the
@@ -49,11 +53,13 @@ int run_isolated_cell(const Experiment& experiment, const PluginCatalog& catalog
 results::RunInfo run_info(const Experiment& experiment, const std::string& command, const std::string& models = {});
 
 // Makes a run's checks before its first cell, without reading weights. table: the cells, as `kvlab check` prints them.
-// absent: why a bundled model is not on this machine; its prompts, budgets and profiles are then not checked.
+// absent: why a bundled model is not on this machine; its prompts, budgets and profiles are then not checked. later: as
+// for prepare(); models and prompts are checked all the same.
 struct Checked {
   std::string table;
   std::optional<Error> absent;
 };
-Checked check_experiment(const Experiment& experiment, const PluginCatalog& catalog);
+Checked check_experiment(const Experiment& experiment, const PluginCatalog& catalog,
+                         const std::set<std::filesystem::path>& later = {});
 
 }  // namespace kvlab

@@ -36,8 +36,9 @@ class StepLog {
   results::CellResult& out_;
   std::map<std::pair<int, int>, std::int64_t> moved_;  // (tier, tag) -> bytes moved before the latest step
   std::int64_t fired_ = 0, decode_steps_ = 0, decode_tokens_ = 0;
-  double decode_ms_ = 0, device_ms_ = 0, device_bytes_ = 0, full_bytes_ = 0;  // sums over decode steps
-  double moved_device_ = 0, moved_host_ = 0;                                  // likewise
+  // Sums over decode steps.
+  double decode_ms_ = 0, device_ms_ = 0, device_bytes_ = 0, host_bytes_ = 0, unused_bytes_ = 0, full_bytes_ = 0;
+  double moved_device_ = 0, moved_host_ = 0;
 };
 
 }  // namespace kvlab

@@ -140,6 +140,15 @@ class OwnTree {
         << "title: T\nsource: S\nsetting: {model: tiny}\nitems:\n  table1:\n    title: T\n    kind: speed\n    run: ["
         << run << "]\n";
   }
+  // Puts a line in place of the experiment's line that begins with the same key.
+  void change(const std::string& name, const std::string& line) const {
+    const std::string file = folder_ / ("share/kvlab/experiments/" + name + ".yaml");
+    std::ifstream in(file);
+    std::string text;
+    for (std::string old; std::getline(in, old);)
+      text += (old.starts_with(line.substr(0, line.find(':') + 1)) ? line : old) + "\n";
+    std::ofstream(file) << text;
+  }
   Ended reproduce(std::vector<std::string> words) const {
     std::vector<std::string> all{folder_ / "bin/kvlab", "reproduce", "paper/table1", "-o", folder_ / "out"};
     all.insert(all.end(), words.begin(), words.end());
@@ -177,6 +186,44 @@ TEST_CASE("reproduce --jobs 2: processes make the profiles that an item needs, t
   INFO(fresh.said);
   CHECK(fresh.code == 0);
   CHECK(std::filesystem::last_write_time(tree.profile("one")) > before);
+}
+
+TEST_CASE("reproduce --check before the profiles are made: models and data of all experiments are checked") {
+  const OwnTree tree;
+  const Ended good = tree.reproduce({"--check"});
+  INFO(good.said);
+  CHECK(good.code == 0);
+  CHECK_THAT(good.said, Contains("heads_one.yaml: makes ") && Contains("heads_two.yaml: makes ") &&
+                            Contains("not checked: budgets of 1 cell, whose profiles are still to be made"));
+  const auto refused = [&](const std::string& name, const std::string& line, int code, const std::string& why) {
+    CAPTURE(name, line);
+    const OwnTree other;
+    other.change(name, line);
+    const Ended ended = other.reproduce({"--check"});
+    INFO(ended.said);
+    CHECK(ended.code == code);
+    CHECK_THAT(ended.said, Contains(why));
+    // A run finds it before it makes the first profile.
+    CHECK(other.reproduce({}).code == code);
+    CHECK_FALSE(std::filesystem::exists(other.profile("one")));
+  };
+  for (const char* name : {"heads_two", "run_one"}) {
+    refused(name, "model: {path: ../models/absent}", 2, "models/absent");
+    refused(name, "tasks: [jsonl: {data: ../data/absent.jsonl}]", 2, "data/absent.jsonl");
+  }
+  setenv("CUDA_VISIBLE_DEVICES", "-1", 1);
+  refused("run_two", "backend: cuda", 3, "GPU");
+  unsetenv("CUDA_VISIBLE_DEVICES");
+}
+
+TEST_CASE("reproduce --check once the profiles are there: nothing is left unchecked") {
+  const OwnTree tree;
+  REQUIRE(tree.reproduce({}).code == 0);
+  const Ended again = tree.reproduce({"--check"});
+  INFO(again.said);
+  CHECK(again.code == 0);
+  CHECK_THAT(again.said, Contains("one.h5 is there") && !Contains("makes ") && !Contains("not checked"));
+  CHECK_THAT(tree.reproduce({"--check", "--fresh"}).said, Contains("makes ") && Contains("not checked: budgets"));
 }
 
 TEST_CASE("a worker of reproduce refuses cells that are not those of its run") {

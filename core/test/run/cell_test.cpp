@@ -3,6 +3,7 @@
 #include <catch2/catch.hpp>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <regex>
 
@@ -129,6 +130,45 @@ TEST_CASE("turns go on in the cache that earlier answers left, whatever the batc
   }
 }
 
+TEST_CASE("a stop text ends an answer; the text before it is scored, and its tokens stay in the conversation") {
+  Fixture f;
+  f.conversations();
+  const results::CellResult plain = f.run();
+  REQUIRE(plain.summary.status == "ok");
+  std::vector<std::string> stops(f.items.items.size());
+  for (std::size_t i = 0; i < stops.size(); ++i) {
+    Item& item = f.items.items[i];
+    if (item.follows) continue;
+    const std::string& text = plain.samples[i].output;
+    REQUIRE(text.size() >= 4);
+    stops[i] = text.substr(text.size() / 2, 2);
+    item.stops = {"never to be found", stops[i]};
+    item.references = {stops[i]};
+  }
+  std::vector<std::vector<int>> seen;
+  const auto wanted = answers_from_scratch(f, seen);
+  for (const int batch : {1, 8}) {
+    CAPTURE(batch);
+    f.experiment.batch = batch;
+    const results::CellResult result = f.run();
+    CAPTURE(result.summary.error);
+    REQUIRE(result.summary.status == "ok");
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+      CAPTURE(i, stops[i]);
+      if (!stops[i].empty()) {
+        const std::string& whole = plain.samples[i].output;
+        CHECK(result.samples[i].output == whole.substr(0, whole.find(stops[i])));
+        CHECK(result.samples[i].stop == "text");
+        CHECK(result.samples[i].score == 0);  // by "contains", of what only the stop text has
+        CHECK(result.samples[i].output_tokens <= plain.samples[i].output_tokens);
+      }
+      CHECK(result.samples[i].prompt_tokens == static_cast<std::int64_t>(seen[i].size()));
+      CHECK(result.samples[i].first_divergence == -1);
+    }
+    check_tokens(f, result, seen, wanted);
+  }
+}
+
 TEST_CASE("an answer's own end is not fed with the next turn, in the plain pass or for fidelity") {
   Fixture f(test::full_spec(), terse_model());
   for (unsigned i = 0; i < 6; ++i) {
@@ -219,6 +259,42 @@ TEST_CASE("the summary says whether the policy's scorer ranks tokens by their ag
     f.add(f.text(60, 1), {}, 2);
     CAPTURE(policy);
     CHECK(f.run().summary.by_age == wanted);
+  }
+}
+
+TEST_CASE("the ledger tells bytes that hold no token apart, and the summary has their mean and each tier's") {
+  const char* const host = "{quest: {budget: {tokens: 16}, min_pages: 1, placement: {tier: host, resident: 8}}}";
+  for (const char* policy : {"full", host}) {
+    CAPTURE(policy);
+    Fixture f(test::policy_of(policy, 8));
+    constexpr int prompt = 20, answer = 9;
+    f.add(f.text(prompt, 1), {}, answer);
+    const results::CellResult result = f.run();
+    CAPTURE(result.summary.error);
+    REQUIRE(result.summary.status == "ok");
+    std::map<std::int64_t, double> unused, on_host;  // of decode steps
+    const auto& config = f.model->config;
+    for (const results::LedgerRow& row : result.ledger) {
+      REQUIRE(row.unused >= 0);
+      REQUIRE(row.unused <= row.held);
+      if (policy == std::string("full") && row.tag == "keys")  // all tokens stay on the device
+        CHECK(row.held - row.unused ==
+              (prompt + row.engine_step) * config.layers * config.kv_heads * config.head_dim * 4);
+      if (row.engine_step == 0 || row.tag == "workspace") continue;
+      if (row.tier == "device") unused[row.engine_step] += static_cast<double>(row.unused);
+      if (row.tier == "host") on_host[row.engine_step] += static_cast<double>(row.held);
+    }
+    const auto mean = [&](const std::map<std::int64_t, double>& steps) {
+      double sum = 0;
+      for (const auto& [step, bytes] : steps) sum += bytes;
+      return sum / (answer - 1);
+    };
+    CHECK(result.summary.fragmentation == Approx(mean(unused)));
+    CHECK(result.summary.fragmentation > 0);
+    CHECK(result.summary.host_bytes_decode == Approx(mean(on_host)));
+    CHECK((result.summary.host_bytes_decode > 0) == (policy == host));
+    CHECK(result.summary.host_bytes_decode <= static_cast<double>(result.summary.host_bytes_peak));
+    CHECK(result.summary.disk_bytes_decode == 0);
   }
 }
 

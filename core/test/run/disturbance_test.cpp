@@ -10,6 +10,7 @@
 #include <catch2/catch.hpp>
 #include <cmath>
 
+#include "base/clock_rates.hpp"
 #include "support/cell_fixture.hpp"
 
 using namespace kvlab;
@@ -91,6 +92,57 @@ TEST_CASE("what is not known disturbs nothing") {
   CHECK(disturbed(d));
 }
 
+namespace {
+
+results::CellResult ended(const std::string& status, bool disturbed) {
+  results::CellResult result;
+  result.id = "cell";
+  result.summary.status = status;
+  results::add_label(result.summary, "graph");
+  if (disturbed) results::add_label(result.summary, "disturbed");
+  return result;
+}
+
+// The row after --strict, where the first `disturbed` runs are disturbed.
+results::SummaryRow strict_row(int disturbed, int& runs) {
+  runs = 0;
+  return run_until_quiet([&] {
+           results::CellResult result = ended("ok", runs < disturbed);
+           result.summary.samples = ++runs;
+           return result;
+         })
+      .summary;
+}
+
+}  // namespace
+
+TEST_CASE("--strict runs a cell again while it is disturbed, at most three times, and keeps the last run") {
+  for (const int disturbed : {0, 1, 3, 4, 9}) {
+    CAPTURE(disturbed);
+    int runs = 0;
+    const results::SummaryRow row = strict_row(disturbed, runs);
+    CHECK(runs == std::min(disturbed, 3) + 1);
+    CHECK(row.samples == runs);
+    CHECK(row.reruns == runs - 1);
+    CHECK(results::has_label(row, "disturbed") == (disturbed > 3));
+  }
+  int runs = 0;
+  CHECK(reruns_text(strict_row(0, runs)).empty());
+  CHECK(reruns_text(strict_row(1, runs)) == ", run again once");
+  CHECK(reruns_text(strict_row(9, runs)) == ", run again 3 times, and still disturbed");
+}
+
+TEST_CASE("--strict leaves a cell alone that failed, or that nobody disturbed") {
+  int runs = 0;
+  const auto failed = run_until_quiet([&] { return ++runs, ended("failed", true); });
+  CHECK(runs == 1);
+  CHECK(failed.summary.reruns == 0);
+  results::SummaryRow row;
+  row.labels = "undisturbed, graph";
+  CHECK(!results::has_label(row, "disturbed"));
+  CHECK(results::has_label(row, "graph"));
+}
+
 TEST_CASE("a cell beside a busy process on its core says so") {
   test::CellFixture f(test::tiny_model("llama-gqa3"), test::full_spec(), {Metric::score, Metric::latency});
   for (unsigned i = 0; i < 60; ++i) f.add(test::test_text(40, f.model->config.vocab, i), {}, 24);
@@ -106,6 +158,10 @@ TEST_CASE("a cell beside a busy process on its core says so") {
   CHECK(s.involuntary_switches > 0);
   CHECK(s.voluntary_switches >= 0);
   CHECK(s.threads >= 1);
+  CHECK(s.reruns == -1);
+  CHECK(std::isnan(s.cpu_mhz_begin) == std::isnan(cpu_mhz()));
+  CHECK(std::isnan(s.cpu_mhz_end) == std::isnan(cpu_mhz()));
+  CHECK(std::isnan(s.gpu_mhz_begin));
 }
 
 TEST_CASE("a cell that is not timed says nothing of the machine") {
@@ -114,5 +170,6 @@ TEST_CASE("a cell that is not timed says nothing of the machine") {
   const results::SummaryRow s = f.run().summary;
   CHECK(std::isnan(s.other_cores));
   CHECK(s.involuntary_switches == -1);
+  CHECK(std::isnan(s.cpu_mhz_end));
   CHECK(s.labels.find("disturbed") == std::string::npos);
 }
