@@ -18,7 +18,7 @@ namespace {
 
 const char* experiment =
     "model: {path: bundled/recall}\n"
-    "tasks: [niah: {context: 256, samples: 2, max_new_tokens: 8}]\n"
+    "tasks: [niah: {context: 128, samples: 1, max_new_tokens: 8}]\n"
     "policies: [full]\nmetrics: [score, latency]\nbackend: cpu\nthreads: 1\n";
 
 void use_first_cpu() {

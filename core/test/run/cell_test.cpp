@@ -140,7 +140,7 @@ TEST_CASE("a stop text ends an answer; the text before it is scored, and its tok
     Item& item = f.items.items[i];
     if (item.follows) continue;
     const std::string& text = plain.samples[i].output;
-    REQUIRE(text.size() >= 4);
+    REQUIRE(text.size() >= 3);
     stops[i] = text.substr(text.size() / 2, 2);
     item.stops = {"never to be found", stops[i]};
     item.references = {stops[i]};
