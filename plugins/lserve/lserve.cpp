@@ -21,6 +21,7 @@ class LServe final : public kvlab::Policy {
         sparsity_(p.get<bool>("retrieval_heads") ? p.get<double>("sparsity") : 1),
         reads_gates_(p.get<bool>("retrieval_heads")),
         tokens_(p.get<int>("tokens")),
+        prompt_window_(p.get<int>("prompt_window")),
         period_(p.get<bool>("reuse") ? p.get<int>("choose_every") : 1) {
     rule_.rule = p.get<kvlab::GroupRule>("group");
     rule_.scale = p.get<float>("scale");
@@ -41,17 +42,22 @@ class LServe final : public kvlab::Policy {
     if (!reads_gates_) gates_.assign(static_cast<std::size_t>(shape.layers * shape.kv_heads), 0);
     std::vector<std::int32_t> groups;
     std::vector<std::uint8_t> streaming;
-    const std::vector<bool> marks = kvlab::retrieval_heads(gates_, sparsity_, shape);
-    for (const bool retrieval : marks) {
+    retrieval_ = kvlab::retrieval_heads(gates_, sparsity_, shape);
+    for (const bool retrieval : retrieval_) {
       groups.push_back(retrieval ? static_cast<std::int32_t>(tokens_ / of_group) : StreamingHeads::everything);
       streaming.push_back(!retrieval);
     }
-    held_ = StreamingHeads(shape, marks, pins_, w);
+    held_ = StreamingHeads(shape, retrieval_, pins_, w);
     groups_ = kvlab::HeadConstants<std::int32_t>("groups to read", shape, groups, w);
     streaming_ = kvlab::HeadClass("streaming heads", shape, streaming, w);
     chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
     periods_ = kvlab::KeptNumbers("begun periods", shape, w);
     due_ = kvlab::KeptFlags("heads that choose", shape, w);
+  }
+
+  std::vector<kvlab::PromptMask> prompt_masks() const override {
+    if (prompt_window_ == 0) return {};
+    return StreamingHeads::prompt_masks(retrieval_, {.first = pins_.first, .last = prompt_window_});
   }
 
   kvlab::Demand demand(int prompt, int max_new) const override {
@@ -87,6 +93,9 @@ class LServe final : public kvlab::Policy {
     if (period_ < 1 || page_size % period_)
       refuse("choose_every " + std::to_string(period_) + ", wanted a divisor of the page size " +
              std::to_string(page_size) + ": else pages open that no step reads");
+    if (prompt_window_ > 0 && prompt_window_ < pins_.last)
+      refuse("prompt_window " + std::to_string(prompt_window_) + ", wanted 0 or at least the window of " +
+             std::to_string(pins_.last));
     if (tokens_ < 2 * of_group)
       refuse("tokens " + std::to_string(tokens_) + ", wanted at least 2 groups of " + std::to_string(of_group) +
              ", one of them the newest: " + std::to_string(choice_.parts) + " pages of " + std::to_string(page_size));
@@ -95,10 +104,11 @@ class LServe final : public kvlab::Policy {
   kvlab::Pins pins_;  // of streaming heads
   double sparsity_;
   bool reads_gates_;
-  int tokens_, period_;
+  int tokens_, prompt_window_, period_;
   kvlab::PageChoice rule_;
   kvlab::GroupChoice choice_;
-  std::vector<float> gates_;  // [layer, kv_head]
+  std::vector<float> gates_;     // [layer, kv_head]
+  std::vector<bool> retrieval_;  // [layer, kv_head]
   StreamingHeads held_;
   kvlab::HeadConstants<std::int32_t> groups_;
   kvlab::HeadClass streaming_;
@@ -112,9 +122,11 @@ class LServe final : public kvlab::Policy {
 KVLAB_PLUGIN(
     kvlab::policy<LServe>("lserve",
                           "streaming heads keep sinks and the newest tokens; retrieval heads keep all and read pages "
-                          "that serve several steps (Yang et al. 2025). Prompts attend to everything")
+                          "that serve several steps (Yang et al. 2025)")
         .param("sinks", 128, 0, kvlab::any, "first tokens that a streaming head keeps")
         .param("window", 256, 1, kvlab::any, "newest tokens that a streaming head keeps")
+        .param("prompt_window", 8192, 0, kvlab::any,
+               "newest tokens that a streaming head's tokens of a prompt attend to, beside the sinks; 0 = all")
         .param("sparsity", 0.5, 0, 1, "share of the KV heads that are streaming heads, those of lowest gates")
         .param("tokens", 4096, 1, kvlab::any, "tokens that a retrieval head reads, in whole groups of pages")
         .param("parts", 4, 1, 65536,

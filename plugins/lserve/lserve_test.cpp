@@ -164,6 +164,8 @@ TEST_CASE("lserve: no retrieval heads, and what it cannot obey") {
       on_text({}),
       Catch::Contains("got tokens 48, wanted at least 2 groups of 32, one of them the newest: 4 pages of 8"));
   CHECK_THROWS_WITH(on_text({{"parts", std::int64_t{0}}}), Catch::Contains("parts"));
+  CHECK_THROWS_WITH(on_text({{"parts", std::int64_t{1}}, {"prompt_window", std::int64_t{29}}}),
+                    Catch::Contains("got prompt_window 29, wanted 0 or at least the window of 30"));
   CHECK_THROWS_WITH(on_text({{"parts", std::int64_t{1}}}, gates, 64),
                     Catch::Contains("got a budget for a policy that decides by itself"));
 }

@@ -137,6 +137,7 @@ RETRIEVAL = {
     "squeezed_attention_half": {**SQUEEZED, "percentile": 0.5, "window": 8, "seed": 5},
     "squeezed_attention_two_levels": {**SQUEEZED, "percent_coarse": 5.0, "percentile_coarse": 0.4, "percentile": 0.6},
     "lserve": LSERVE,
+    "lserve_prompt_window": {**LSERVE, "prompt_window": 20},
     "lserve_each_step": {**LSERVE, "reuse": False, "parts": 3, "group": "mean"},
     "lserve_single_pages": {**LSERVE, "parts": 1, "choose_every": 2, "sparsity": 0.25, "tokens": 82},
     "infllm": INFLLM,

@@ -111,6 +111,10 @@ class LServe(DuoAttention):
         self.every, self.group = spec.get("choose_every", 4) if spec.get("reuse", True) else 1, spec.get("group", "max")
         self.chosen = {}  # (layer, KV head): pages
 
+    def prompt_masks(self, layer):
+        window = self.spec.get("prompt_window", 8192)
+        return [(0, 0) if whole else (self.sinks, window) for whole in self.everything[layer].tolist()]
+
     def choose(self, queries, keys):
         history, pages = len(keys) - 1, keys.split(self.page)
         scores = group_scores(group_reduce(box_scores(queries, pages, False), 1, self.group)[0], self.parts)
