@@ -1,6 +1,7 @@
 // Magnitudes of turned queries, partial keys, and scores by them.
 #include <fmt/format.h>
 
+#include <cmath>
 #include <limits>
 
 #include "cases/on_caches.hpp"
@@ -10,7 +11,7 @@
 namespace kvlab::cases {
 namespace {
 
-// Partial keys of every slot of a cache, all of them in vectors. Any directions serve.
+// Partial keys of every slot of a cache, all of them in vectors. Any directions of about length 1 serve.
 struct Partial {
   std::int64_t slots, heads, dim, count, row;
   std::vector<std::uint16_t> rows;
@@ -27,6 +28,7 @@ struct Partial {
         rows(static_cast<std::size_t>(slots * heads * x.c.room() * row), 0x7e01),
         channels(static_cast<std::size_t>(slots * heads * count)),
         directions(turned ? x.c.normal(heads * dim * dim) : std::vector<float>{}) {
+    for (float& d : directions) d /= std::sqrt(static_cast<float>(dim));  // turned vectors are as long as the others
     for (auto& c : channels) c = static_cast<std::int32_t>(x.c.rng() % static_cast<unsigned>(dim));
     view.rows = View<std::uint16_t, 4>::dense(rows.data(), {slots, heads, x.c.room(), row});
     view.rows.extent[3] = count;

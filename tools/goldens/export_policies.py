@@ -139,6 +139,7 @@ RETRIEVAL = {
     "lserve": LSERVE,
     "lserve_prompt_window": {**LSERVE, "prompt_window": 20},
     "lserve_each_step": {**LSERVE, "reuse": False, "parts": 3, "group": "mean"},
+    "lserve_softmax_mean": {**LSERVE, "group": "softmax_mean", "scale": 0.5, "sinks": 0},
     "lserve_single_pages": {**LSERVE, "parts": 1, "choose_every": 2, "sparsity": 0.25, "tokens": 82},
     "infllm": INFLLM,
     "infllm_own_positions": {**INFLLM, "clamped_scores": False, "positions": "original"},
@@ -197,8 +198,6 @@ KEYDIFF = {"name": "keydiff", "budget": BUDGET}
 RANDOM = {"name": "random", "budget": BUDGET, "seed": 3}
 EXPECTED = {"name": "expected_attention", "budget": BUDGET, "horizon": 64}
 ORACLE = {"name": "oracle", "budget": BUDGET, "page_size": 4, "dense_layers": 1, "min_pages": 3}
-LSERVE = {"name": "lserve", "page_size": 4, "sinks": 3, "window": 10, "tokens": 24, "choose_every": 3,
-          "profile": DUO["profile"]}
 HETEROCACHE = {"name": "heterocache", "budget": {"tokens": 56}, "threshold": 0.55, "check_every": 3, "window": 3,
                "profile": {"role": [[2, 3], [3, 2], [0, 1]], "pivot_of": [[-1, 0], [1, -1], [-1, -1]],
                            "stable": [[0.8, 0.6], [0.3, 0.9], [0.7, 0.4]]}}
@@ -219,9 +218,6 @@ OTHERS = {
     "oracle": ORACLE,
     "oracle_max": {**ORACLE, "group": "max", "dense_layers": 0},
     "oracle_tokens": {**ORACLE, "page_size": 1},
-    "lserve": LSERVE,
-    "lserve_no_reuse": {**LSERVE, "reuse": False, "sparsity": 0.75, "group": "mean"},
-    "lserve_softmax_mean": {**LSERVE, "group": "softmax_mean", "scale": 0.5, "sinks": 0},
     "heterocache": HETEROCACHE,
     "heterocache_sliding": {**HETEROCACHE, "check_every": 1, "window": 4, "stagger": False, "kernel": 3},
     "heterocache_no_retrieval": {**HETEROCACHE, "retrieval": False, "allocation": False},
@@ -251,10 +247,10 @@ TEXT = {name: specs[name] for specs, names in (
     (CASES, "window streaming_llm snapkv snapkv_pyramid snapkv_adakv h2o knorm quest"),
     (EVICTING, "cake scissorhands raas keyformer keyformer_noise morphkv criticalkv zigzagkv cake_over_layers"),
     (HEADS, "duo_attention razor_attention omnikv sparq"),
-    (RETRIEVAL, "arkvale twilight clusterkv squeezed_attention infllm infinigen shadowkv think fastgen"),
+    (RETRIEVAL, "arkvale twilight clusterkv squeezed_attention infllm lserve infinigen_share shadowkv think fastgen"),
     (OFFLOADING, "freekv flexicache flexicache_waits"),
     (SAMPLING, "magicpig subgen"),
-    (OTHERS, "tova keydiff random expected_attention oracle lserve heterocache minicache razor_attention_compensation"),
+    (OTHERS, "tova keydiff random expected_attention oracle heterocache minicache razor_attention_compensation"),
 ) for name in names.split()}
 TEXT = {name: {**spec, **({"profile": {array: PROFILE[array] for array in spec["profile"]}} if "profile" in spec else {})}
         for name, spec in TEXT.items()}

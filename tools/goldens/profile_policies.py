@@ -1,4 +1,4 @@
-"""LServe and HeteroCache, in plain torch, from the papers' method descriptions.
+"""HeteroCache, in plain torch, from the paper's method description.
 
 A profile comes with the policy's JSON: `profile: {name: [layer][kv_head]}`.
 """
@@ -9,57 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import policies
-from head_policies import DuoAttention
-from offloading_policies import page_bounds
 from policies import Full, group_reduce, top
-from retrieval_policies import pages_to_tokens
-
-
-class LServe(DuoAttention):
-    """Streaming heads keep sinks and a window. The others keep all and read pages, chosen every `choose_every` steps."""
-
-    def configure(self, spec):
-        self.page, self.group, self.scale = spec.get("page_size", 16), spec.get("group", "max"), spec.get("scale", 1.0)
-        self.period = spec.get("choose_every", 4) if spec.get("reuse", True) else 1
-        self.count = spec.get("tokens", 4096) // self.page - (self.period > 1)  # one is for a page that opens later
-        self.chosen, self.steps = {}, {}
-        super().configure(spec)
-
-    def classes(self, spec):
-        if not spec.get("retrieval_heads", True):
-            return torch.zeros(self.model.layers, self.model.kv_heads, dtype=torch.bool)
-        return super().classes(spec)
-
-    def choose(self, layer, kv, q, keys):
-        scores = page_bounds(q, keys, self.page)
-        if self.group == "softmax_mean":
-            scores = (scores * self.scale).softmax(-1)
-        score = group_reduce(scores, 1, "mean" if self.group == "softmax_mean" else self.group)[0]
-        score[-1] = math.inf  # the newest page is one of them
-        self.chosen[layer, kv] = set(top(score, self.count).tolist())
-
-    def prompt(self, layer, prompt):
-        for kv in range(self.model.kv_heads):
-            self.choose(layer, kv, prompt.q[kv * self.model.group:(kv + 1) * self.model.group, -1], prompt.k[kv])
-        return super().prompt(layer, prompt)
-
-    def select(self, layer, q, k, kept):
-        step, read, pages = self.steps.get(layer, 0), [], []
-        self.steps[layer] = step + 1
-        for kv, head in enumerate(kept):
-            if not self.everything[layer][kv]:  # reads all places that it holds
-                read.append(head)
-                pages.append(torch.arange(-(-len(head) // self.page)))
-                continue
-            if step % self.period == 0:
-                self.choose(layer, kv, q[kv * self.model.group:(kv + 1) * self.model.group], k[kv])
-            pages.append(torch.tensor(sorted(self.chosen[layer, kv] | {(k.shape[1] - 1) // self.page})))
-            read.append(pages_to_tokens(pages[-1].tolist(), self.page, k.shape[1]))
-        return read, pages
-
-    def window_of(self, seen):
-        return self.spec.get("window", 256)
-
 
 ANCHOR, VOLATILE, PIVOT, SATELLITE = range(4)  # `role` of a profile
 
@@ -148,4 +98,4 @@ class HeteroCache(Full):
         return kept
 
 
-policies.POLICIES.update(lserve=LServe, heterocache=HeteroCache)
+policies.POLICIES.update(heterocache=HeteroCache)

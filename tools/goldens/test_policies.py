@@ -472,17 +472,6 @@ def test_oracle():
     assert lists(policy.select(0, torch.ones(1, 1), keys, None)[1]) == [[1]]
 
 
-def test_lserve():
-    spec = {"name": "lserve", "page_size": 64, "profile": {"gate": [[0., 1]]}, "sinks": 128, "window": 256}
-    for reuse, chosen in ((True, 63), (False, 64)):
-        policy = policies.make({**spec, "reuse": reuse}, model(kv_heads=2))
-        keys = torch.randn(2, 6401, 2, generator=torch.Generator().manual_seed(0))
-        kept = policy.prompt(0, prompt(6400, q=torch.ones(2, 6400, 2), k=keys[:, :6400]))
-        assert [len(head) for head in kept] == [384, 6400]
-        pages = policy.select(0, torch.ones(2, 2), keys, [torch.cat([head, torch.tensor([6400])]) for head in kept])[1]
-        assert len(pages[0]) == 7 and len(pages[1]) == chosen and pages[1][-1] == 100
-
-
 def test_heterocache():
     roles = [[2, 1, 3, 3, 3, 3, 3, 3]]
     spec = {"name": "heterocache", "budget": {"tokens": 500},
