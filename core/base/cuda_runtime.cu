@@ -54,10 +54,12 @@ KeptMemory& kept_memory() {
   return all;
 }
 
+// Destructors call what frees and deletes. After a kernel's fault CUDA gives its error again from any call; synchronize
+// has thrown it by then.
 void delete_stream(void* s) {
   cudaStreamSynchronize(stream_of(s));
   kept_memory().drop(s);
-  check(cudaStreamDestroy(stream_of(s)), "cudaStreamDestroy");
+  cudaStreamDestroy(stream_of(s));
 }
 
 int attribute(cudaDeviceAttr what) {
@@ -139,8 +141,11 @@ void free_pinned(void* block) {
       registered().bytes.erase(found);
     }
   }
-  if (bytes == 0) return check(cudaFreeHost(block), "cudaFreeHost");
-  check(cudaHostUnregister(block), "cudaHostUnregister");
+  if (bytes == 0) {
+    cudaFreeHost(block);
+    return;
+  }
+  cudaHostUnregister(block);
   munmap(block, bytes);
 }
 
@@ -346,7 +351,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   std::snprintf(table->device_name, sizeof table->device_name, "%s%s", p.name, built);
   CudaRuntime& r = table->runtime;
   r.allocate = allocate;
-  r.free = [](void* x) { check(cudaFree(x), "cudaFree"); };
+  r.free = [](void* x) { cudaFree(x); };
   r.allocate_pinned = allocate_pinned;
   r.free_pinned = free_pinned;
   r.free_bytes = free_bytes;
@@ -367,7 +372,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.launch = [](void* graph, void* s) { check(cudaGraphLaunch(exec_of(graph), stream_of(s)), "cudaGraphLaunch"); };
   r.delete_graph = [](void* graph) {
     const std::unique_ptr<Graph> all(static_cast<Graph*>(graph));
-    check(cudaGraphExecDestroy(all->exec), "cudaGraphExecDestroy");
+    cudaGraphExecDestroy(all->exec);
   };
   r.scratch_moves = [] { return kept_memory().moves(); };
   r.time_graph = time_graph;

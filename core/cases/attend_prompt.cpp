@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <tuple>
+
 #include "base/half.hpp"
 #include "cases/case.hpp"
 #include "cases/prompt_scene.hpp"

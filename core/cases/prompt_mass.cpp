@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include <tuple>
+
 #include "cases/case.hpp"
 #include "cases/prompt_scene.hpp"
 #include "cases/quick.hpp"

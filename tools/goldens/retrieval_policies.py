@@ -117,7 +117,10 @@ class LServe(DuoAttention):
 
     def choose(self, queries, keys):
         history, pages = len(keys) - 1, keys.split(self.page)
-        scores = group_scores(group_reduce(box_scores(queries, pages, False), 1, self.group)[0], self.parts)
+        bounds, rule = box_scores(queries, pages, False), self.group
+        if rule == "softmax_mean":
+            bounds, rule = (bounds * self.spec.get("scale", 1.0)).softmax(-1), "mean"
+        scores = group_scores(group_reduce(bounds, 1, rule)[0], self.parts)
         scores[-1] = torch.inf
         count = len(scores) if history <= self.most else self.most // (self.page * self.parts)
         groups = set(top(scores, count).tolist())

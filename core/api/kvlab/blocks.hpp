@@ -63,11 +63,11 @@ namespace ops {
 // all. It reads no page. Bytes: mass, and what it is added to twice.
 void add_block_mass(const PagedKv& kv, View<const float, 3> mass, int newest, const KeyBlocks& blocks, Stream s);
 
-// Of a prompt's chunk, after its attention: blocks.mass(slot, query head, place) += the sum over the chunk's queries of
-// their shares for the place, if it is one of the `newest` newest that the query sees. A share is that of a softmax
-// over all that it sees. All KV heads hold the row's whole text, in its order. With kv.lse a GPU multiplies each query
-// with these places alone: of 16-bit rows without codes, head_dim 64 or 128. Elsewhere it reads all keys twice for each
-// 64 queries. Bytes: the queries, and for each 8192 of them the keys that they see so.
+// Called for a prompt's chunk, after its attention. It adds to blocks.mass(slot, query head, place) the shares that the
+// chunk's queries give the place. A query counts if the place is among the `newest` newest that it sees. A share is
+// that of a softmax over all that it sees. All KV heads hold the row's whole text, in its order. With kv.lse a GPU
+// multiplies each query with these places alone: of 16-bit rows without codes, head_dim 64 or 128. Elsewhere it reads
+// all keys twice for each 64 queries. Bytes: the queries, and for each 8192 of them the keys that they see so.
 void add_prompt_mass(const LayerPrefill& kv, int newest, const KeyBlocks& blocks, Stream s);
 
 // Makes the vectors of all blocks that a row has by now and that have none. The `representatives` places of a block

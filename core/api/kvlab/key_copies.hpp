@@ -1,5 +1,5 @@
-// Copies of keys as indices of a policy's own: codes of 4 bits, which estimate logits, and keys by channel, of which a
-// query reads a few. All of it stays on the stream's device. ops.hpp says what holds for every op.
+// Copies of keys as indices of a policy's own. Codes of 4 bits estimate logits. Of keys by channel a query reads a few
+// channels. All of it stays on the stream's device. ops.hpp says what holds for every op.
 //
 // A copy goes by place. So it suits policies that move and evict nothing. The policy has every prompt chunk's and every
 // step's newest keys copied. Keys must be stored as rotated: RopeRegime::cache_relative is Errc::unsupported.

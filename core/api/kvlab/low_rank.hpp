@@ -41,8 +41,8 @@ namespace kvlab::ops {
 // A GPU takes w up to 4096: Errc::unsupported. Bytes: the rows, three times.
 void low_rank(const PagedKv& kv, int rank, View<float, 4> rows, Stream s);
 
-// low_rank in three parts, for a prompt: kv has one row. A chain of steps makes a layer's eigenvectors. So those of all
-// layers are made together, at the prompt's end: a thread of the CPU takes a layer, and a block of a GPU does.
+// low_rank in three parts, for a prompt: kv has one row. A chain of steps makes a layer's eigenvectors. So all
+// layers' directions are made together, at the prompt's end. A CPU thread or a GPU block takes a layer.
 
 // directions.products[layer] = X^T X. Bytes: the rows.
 void row_products(const PagedKv& kv, View<const float, 4> rows, const RankDirections& directions, int layer, Stream s);

@@ -315,9 +315,9 @@ struct LayerKv {
 // row, so no chunk and no window of queries is ragged.
 struct LayerPrefill : LayerKv {
   const bool* last = nullptr;  // [row] this chunk ends the prompt; host memory
-  // [row, query head, i] of chunk_queries, if needs() asks for it: the natural logarithm of the sum of exp(q . k_j /
-  // sqrt(D)) over all tokens that the query sees. Attention leaves it at no cost where its kernels are those of plain
-  // 16-bit pages on a GPU. Elsewhere it is empty.
+  // [row, query head, i] of chunk_queries, if needs() asks for it. It is the natural logarithm of the softmax's sum: of
+  // exp(q . k_j / sqrt(D)) over all tokens that the query sees. Attention leaves it at no cost where its kernels are
+  // those of plain 16-bit pages on a GPU. Elsewhere it is empty.
   View<const float, 3> lse;
 
   // The queries of the chunk's last token, like LayerKv::queries.

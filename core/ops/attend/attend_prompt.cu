@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(32 * warps, 1)
   int lead = units, gap = 0;
   if (mask.window > 0) {
     const int window_from = past + block * warps / a.group * tile_tokens - mask.window + 1;
-    lead = min(units, (past + max(0, mask.sinks - a.first_position) + unit_tokens - 1) / unit_tokens);
+    lead = min(units, (past + min(max(0, mask.sinks - a.first_position), a.tokens) + unit_tokens - 1) / unit_tokens);
     gap = max(0, window_from / unit_tokens - lead);
   }
   const int read = units - gap, steps = (read + stage_units - 1) / stage_units;

@@ -34,8 +34,8 @@ struct PromptArgs {
   float softmax_scale = 0;       // 0 = 1 / sqrt(head_dim)
   int window = 0;                // as in AttendArgs, by stored positions; CPU only
   int first = 0;                 // text position of the chunk's first token; CUDA: for masks only
-  // Optional: [kv_head] masks by stored positions, memory of the device. Of a chunk that cuDNN could take, our own
-  // kernel skips what its own tokens do not see; of the tokens before the chunk it reads all.
+  // Optional: [kv_head] masks by stored positions, which are those of the text. Memory of the device. On CUDA our own
+  // kernel skips tokens of the chunk that are masked. It reads all tokens before the chunk.
   const PromptMask* masks = nullptr;
   View<float, 3> out;  // [token, query head, head_dim]
   // Optional: [query head, place] sums of probabilities over the chunk's tokens. Places before the chunk come first,
@@ -61,9 +61,9 @@ struct PromptArgs {
   PromptKernel kernel = PromptKernel::best;
 };
 
-// On CUDA it returns false and does nothing for a window, a codec, keys that are rotated on reading, masks with sums,
-// and shapes that attend_pipelined refuses. PromptKernel::cudnn gives false without cuDNN and for masks. The CPU takes
-// everything.
+// On CUDA it returns false and does nothing for a window, a codec or keys that are rotated on reading. So it does for
+// masks with sums, and for shapes that attend_pipelined refuses. PromptKernel::cudnn gives false without cuDNN and for
+// masks. The CPU takes everything.
 bool attend_prompt(const PromptArgs& a, Workspace& w, Stream s);
 void attend_prompt_reference(const PromptArgs& a);  // the CPU's arguments; plain loops, double accumulation
 

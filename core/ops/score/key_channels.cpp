@@ -108,6 +108,8 @@ void large_channels(const PagedKv& kv, View<const float, 3> queries, int rank, b
       std::fill(size.begin(), size.end(), 0.), std::fill(sum.begin(), sum.end(), 0.);
       for (int g = 0; g < group; ++g)
         for (int d = 0; d < dim; ++d) size[static_cast<std::size_t>(d)] += std::fabs(double{query(g)[d]});
+      for (double& x : size)
+        if (std::isnan(x)) x = INFINITY;
       for (int d = 0; d < dim; ++d) order[static_cast<std::size_t>(d)] = d;
       std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
         return size[static_cast<std::size_t>(a)] > size[static_cast<std::size_t>(b)];
