@@ -491,8 +491,11 @@ void add_sums(std::vector<Case>& v) {
     shapes.back().lower = lower;
     shapes.back().window = lower.v.bits == 4 ? 40 : 0;
   }
+  shapes.push_back(shape({}, 64, 32, 2));
+  shapes.push_back(shape({}, 128, 16, 2));
   using enum GroupRule;
-  const GroupRule rules[] = {max, max, mean, softmax_mean, sum, max, max, mean, max, sum, mean, softmax_mean, max, sum};
+  const GroupRule rules[] = {max, max, mean, softmax_mean, sum, max, max,  mean,
+                             max, sum, mean, softmax_mean, max, sum, mean, max};
   unsigned n = 0;
   for (const AttendShape& s : shapes) {
     const GroupRule rule = rules[n++];

@@ -61,10 +61,11 @@ struct Sum {
   }
 };
 
-// The numbers of 8 bytes that follow each other.
-template <int Count>
+// The numbers of 8 bytes that follow each other. Wide: they begin at a multiple of 16.
+template <bool Wide, int Count>
 __device__ __forceinline__ void load(const std::byte* from, uint2 (&to)[Count]) {
-  if constexpr (Count % 2 == 0) {
+  if constexpr (Wide) {
+    static_assert(Count % 2 == 0);
 #pragma unroll
     for (int i = 0; i < Count / 2; ++i) {
       const uint4 x = reinterpret_cast<const uint4*>(from)[i];
@@ -117,8 +118,9 @@ __global__ void __launch_bounds__(threads) add_kernel(const __grid_constant__ Ad
     };
     if constexpr (Pairs > 0) {
       uint2 high[Pairs], of[2 * Pairs];
-      load(record, high);
-      load(shares + t % 8 * (8 * Pairs), of);
+      constexpr bool wide = Pairs % 2 == 0;  // a record of one pair has 72 bytes
+      load<wide>(record, high);
+      load<wide>(shares + t % 8 * (8 * Pairs), of);
 #pragma unroll
       for (int p = 0; p < Pairs; ++p)
         add_pair(p, make_float2(__uint_as_float(high[p].x), __uint_as_float(high[p].y)), {of[p], of[Pairs + p]});

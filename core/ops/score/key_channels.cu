@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(most_dim) large_kernel(View<const float, 3> qu
   const auto query = [&](int g) { return d < dim ? queries(row, head * group + g, d) : 0.f; };
   double own = 0;
   for (int g = 0; g < group; ++g) own += fabs(double(query(g)));
-  if (isnan(own)) own = INFINITY;  // it is large, so that there are `rank` of them in any case
+  if (own != own) own = INFINITY;  // it is large, so that there are `rank` of them in any case
   size[d] = own;
   __syncthreads();
   int larger = 0;
