@@ -84,8 +84,8 @@ void check_scores(OnCache& x) {
     if (x.n % 5 == 0) queries.own()(0, 0, dim - 1) = std::numeric_limits<float>::quiet_NaN();
     const auto queries_there = queries.put();
     for (const int last : {0, 3, static_cast<int>(x.c.room())}) {
-      ops::copy_channels(x.there, last, there, s);
-      ops::copy_channels_reference(x.kv, last, partial.view);
+      ops::copy_partial_keys(x.there, last, there, s);
+      ops::copy_partial_keys_reference(x.kv, last, partial.view);
       x.check.that(fmt::format("rows of the {} newest", last), x.place.get(Partial::whole(there.rows)) == partial.rows);
     }
     const int newest = static_cast<int>(x.c.rng() % 3);

@@ -87,13 +87,13 @@ class InfiniGen final : public kvlab::Policy {
     kvlab::TokenChoice few;
     few.keep = few_channels_;
     kvlab::ops::top_tokens(channels, of_row, few, keys_.channels(kv), s);
-    kvlab::ops::copy_channels(kv.pages, kv.max_length, keys_.of(kv), s);
+    kvlab::ops::copy_partial_keys(kv.pages, kv.max_length, keys_.of(kv), s);
     if (offloads_) edits.place(pages_.of(kv), {.room = room_});
   }
 
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
     if (step.layer >= dense_) {
-      kvlab::ops::copy_channels(step.pages, 1, keys_.of(step), s);
+      kvlab::ops::copy_partial_keys(step.pages, 1, keys_.of(step), s);
       edits.attend(tokens_of(step.layer));
     }
     if (step.layer + 1 >= dense_ && step.layer + 1 < step.shape->layers) guess(step, edits, s);

@@ -87,7 +87,7 @@ void add_channel_magnitudes(const PagedKv& kv, const Tensor<4>& queries, Directi
 // added up in f64, in the order of elements, and rounded to f32 and then to f16: both devices find the same bits. What
 // is beyond 65504 becomes that; NaN stays NaN. A channel outside 0 to head_dim - 1 is Errc::internal on the CPU. Keys
 // must be stored as rotated: RopeRegime::cache_relative is Errc::unsupported. Bytes: these keys once, and the rows.
-void copy_channels(const PagedKv& kv, int newest, const PartialKeys& keys, Stream s);
+void copy_partial_keys(const PagedKv& kv, int newest, const PartialKeys& keys, Stream s);
 
 // out[row, kv_head, token] = factor times the greatest product of a partial key with the same channels of a query of
 // the group, factor > 0. The `newest` last places get +inf whatever their rows hold, and every other token must have

@@ -10,6 +10,7 @@
 #include "base/device_op.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/paged.hpp"
+#include "ops/score/newest_keys.hpp"
 
 namespace kvlab::ops {
 namespace {
@@ -27,10 +28,6 @@ void check_channels(const PagedKv& kv, const KeyChannels& c, const char* op, Str
     fail(Errc::internal, op,
          "got keys by channel with room for " + std::to_string(c.blocks * block) + " tokens, wanted " +
              std::to_string(longest(kv)));
-}
-
-void check_newest(int newest, const char* op) {
-  if (newest < 0) fail(Errc::internal, op, "got " + std::to_string(newest) + " newest tokens, wanted 0 or more");
 }
 
 void check_list_of(const PagedKv& kv, const IndexList& channels, const char* op) {
@@ -60,27 +57,15 @@ void copy_channels(const PagedKv& kv, int newest, const KeyChannels& channels, S
   check_channels(kv, channels, op, s);
   check_newest(newest, op);
   if (s.device() == Device::cuda) return on_cuda<copy_channels>(kv, newest, channels, s);
-  for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) {
-      const int n = kv.tokens(r, h), first = n - std::min(n, newest);
-      for (int page = first / kv.page_size; page * kv.page_size < n; ++page) check_page(kv, r, h, page, op);
-#pragma omp parallel if (worth_threads(std::int64_t{n - first} * kv.head_dim))
-      {
-        std::vector<float> x(static_cast<std::size_t>(kv.head_dim));
-#pragma omp for schedule(static)
-        for (int t = first; t < n; ++t) {
-          const PageEntry& e = kv.entry(r, h, t / kv.page_size);
-          read_row(kv.frame(e), kv.layout(e), KvSide::key, t % kv.page_size, x.data());
-          for (int d = 0; d < kv.head_dim; ++d) {
-            std::byte* to = channels.at(kv.slots[r], h, t / block, d);
-            if (channels.dtype == DType::f32)
-              reinterpret_cast<float*>(to)[t % block] = x[static_cast<std::size_t>(d)];
-            else
-              reinterpret_cast<bf16*>(to)[t % block] = bf16(x[static_cast<std::size_t>(d)]);
-          }
-        }
-      }
+  for_newest_keys(kv, newest, kv.head_dim, op, [&](int r, int h, int t, const float* key) {
+    for (int d = 0; d < kv.head_dim; ++d) {
+      std::byte* to = channels.at(kv.slots[r], h, t / block, d);
+      if (channels.dtype == DType::f32)
+        reinterpret_cast<float*>(to)[t % block] = key[d];
+      else
+        reinterpret_cast<bf16*>(to)[t % block] = bf16(key[d]);
     }
+  });
 }
 
 void large_channels(const PagedKv& kv, View<const float, 3> queries, int rank, bool norm_scale,

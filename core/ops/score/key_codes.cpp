@@ -11,6 +11,7 @@
 #include "ops/page/check.hpp"
 #include "ops/page/paged.hpp"
 #include "ops/page/row_kernels.hpp"
+#include "ops/score/newest_keys.hpp"
 
 namespace kvlab::ops {
 namespace {
@@ -76,23 +77,11 @@ void code_keys(const PagedKv& kv, int newest, const KeyCodes& codes, Stream s) {
   const char* op = "code_keys";
   check_kv(kv, op, s);
   check_codes(kv, codes, op, s);
-  if (newest < 0) fail(Errc::internal, op, "got " + std::to_string(newest) + " newest keys, wanted 0 or more");
+  check_newest(newest, op);
   if (s.device() == Device::cuda) return on_cuda<code_keys>(kv, newest, codes, s);
-  for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) {
-      const int n = kv.tokens(r, h), first = n - std::min(n, newest);
-      for (int page = first / kv.page_size; page * kv.page_size < n; ++page) check_page(kv, r, h, page, op);
-#pragma omp parallel if (worth_threads(std::int64_t{n - first} * kv.head_dim))
-      {
-        std::vector<float> x(static_cast<std::size_t>(kv.head_dim));
-#pragma omp for schedule(static)
-        for (int t = first; t < n; ++t) {
-          const PageEntry& e = kv.entry(r, h, t / kv.page_size);
-          read_row(kv.frame(e), kv.layout(e), KvSide::key, t % kv.page_size, x.data());
-          code_key(x.data(), kv.head_dim, &codes.code(kv.slots[r], h, t, 0), &codes.range(kv.slots[r], h, t, 0));
-        }
-      }
-    }
+  for_newest_keys(kv, newest, kv.head_dim, op, [&](int r, int h, int t, const float* key) {
+    code_key(key, kv.head_dim, &codes.code(kv.slots[r], h, t, 0), &codes.range(kv.slots[r], h, t, 0));
+  });
 }
 
 void coded_row_dot(const PagedKv& kv, View<const float, 3> vectors, const PageList& pages, const KeyCodes& codes,

@@ -10,6 +10,8 @@
 #include "ops/page/check.hpp"
 #include "ops/page/extents.hpp"
 #include "ops/page/paged.hpp"
+#include "ops/score/newest_keys.hpp"
+#include "ops/score/speculation.hpp"
 
 namespace kvlab::ops {
 namespace {
@@ -93,18 +95,7 @@ void add_channel_magnitudes(const PagedKv& kv, const Tensor<4>& of_queries, Dire
   const char* op = "add_channel_magnitudes";
   check_kv(kv, op, s);
   check_directions(kv, directions, op);
-  if (of_queries.dtype != DType::f32)
-    fail(Errc::unsupported, op, std::string("got queries of ") + name_of(of_queries.dtype) + ", wanted f32");
-  const View<const float, 4> queries = of_queries.f32();
-  if (queries.extent[0] < kv.rows || queries.extent[1] % kv.kv_heads || queries.extent[3] != kv.head_dim ||
-      queries.stride[3] != 1)
-    fail(Errc::internal, op,
-         "got queries " + extents(queries) + ", wanted [row, query head, i, " + std::to_string(kv.head_dim) +
-             "], dense");
-  if (sums.extent[1] != kv.kv_heads || sums.extent[2] != kv.head_dim)
-    fail(Errc::internal, op,
-         "got sums " + extents(sums) + ", wanted [slot, " + std::to_string(kv.kv_heads) + " KV heads, " +
-             std::to_string(kv.head_dim) + "]");
+  const View<const float, 4> queries = queries_and_sums(kv, of_queries, sums, op);
   if (s.device() == Device::cuda) return on_cuda<add_channel_magnitudes>(kv, of_queries, directions, sums, w, s);
   const std::int64_t group = queries.extent[1] / kv.kv_heads;
   const auto dim = static_cast<std::size_t>(kv.head_dim);
@@ -130,31 +121,20 @@ void add_channel_magnitudes(const PagedKv& kv, const Tensor<4>& of_queries, Dire
     }
 }
 
-void copy_channels(const PagedKv& kv, int newest, const PartialKeys& keys, Stream s) {
-  const char* op = "copy_channels";
+void copy_partial_keys(const PagedKv& kv, int newest, const PartialKeys& keys, Stream s) {
+  const char* op = "copy_partial_keys";
   check_kv(kv, op, s);
   check_partial(kv, keys, op, s);
-  if (newest < 0) fail(Errc::internal, op, "got " + std::to_string(newest) + " newest places, wanted at least 0");
-  if (s.device() == Device::cuda) return on_cuda<copy_channels>(kv, newest, keys, s);
+  check_newest(newest, op);
+  if (s.device() == Device::cuda) return on_cuda<copy_partial_keys>(kv, newest, keys, s);
   const std::int64_t count = keys.channels.extent[2];
-  for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) {
-      const int slot = kv.slots[r], tokens = kv.tokens(r, h), from = std::max(0, tokens - newest);
-      for (int page = from / kv.page_size; page * kv.page_size < tokens; ++page) check_page(kv, r, h, page, op);
-      const std::int64_t products = (tokens - from) * count * (keys.directions ? kv.head_dim : 1);
-#pragma omp parallel if (worth_threads(products))
-      {
-        std::vector<float> key(static_cast<std::size_t>(kv.head_dim));
-#pragma omp for schedule(static)
-        for (int t = from; t < tokens; ++t) {
-          const PageEntry& e = kv.entry(r, h, t / kv.page_size);
-          read_row(kv.frame(e), kv.layout(e), KvSide::key, t % kv.page_size, key.data());
-          for (std::int64_t i = 0; i < count; ++i)
-            keys.rows(slot, h, t, i) = float_to_half(
-                in_range_of_half(channel_of(key.data(), keys, h, keys.channels(slot, h, i), kv.head_dim)));
-        }
-      }
-    }
+  const std::int64_t products = count * (keys.directions ? kv.head_dim : 1);
+  for_newest_keys(kv, newest, products, op, [&](int r, int h, int t, const float* key) {
+    const int slot = kv.slots[r];
+    for (std::int64_t i = 0; i < count; ++i)
+      keys.rows(slot, h, t, i) =
+          float_to_half(in_range_of_half(channel_of(key, keys, h, keys.channels(slot, h, i), kv.head_dim)));
+  });
 }
 
 void partial_scores(const PagedKv& kv, View<const float, 3> queries, const PartialKeys& keys, float factor, int newest,
@@ -180,7 +160,7 @@ void token_pages(const PagedKv& kv, const TokenList& tokens, int newest, PageLis
   check_kv(kv, op, s);
   check_list(kv, tokens, op);
   check_list(kv, out, op);
-  if (newest < 0) fail(Errc::internal, op, "got " + std::to_string(newest) + " newest places, wanted at least 0");
+  check_newest(newest, op);
   if (s.device() == Device::cuda) return on_cuda<token_pages>(kv, tokens, newest, out, s);
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {

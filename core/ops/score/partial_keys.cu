@@ -209,12 +209,12 @@ void add_channel_magnitudes_cuda(const PagedKv& kv, const Tensor<4>& of_queries,
   check_launch("add_channel_magnitudes");
 }
 
-void copy_channels_cuda(const PagedKv& kv, int newest, const PartialKeys& keys, Stream s) {
+void copy_partial_keys_cuda(const PagedKv& kv, int newest, const PartialKeys& keys, Stream s) {
   newest = static_cast<int>(std::min<std::int64_t>(newest, keys.rows.extent[2]));
   if (kv.rows == 0 || newest == 0) return;
   copy_kernel<<<grid_of((newest + tile - 1) / tile, kv.kv_heads, kv), threads, 0, stream_of(s)>>>(DeviceKv(kv), newest,
                                                                                                   keys);
-  check_launch("copy_channels");
+  check_launch("copy_partial_keys");
 }
 
 void partial_scores_cuda(const PagedKv& kv, View<const float, 3> queries, const PartialKeys& keys, float factor,
@@ -251,7 +251,7 @@ void token_pages_cuda(const PagedKv& kv, const TokenList& tokens, int newest, Pa
 }  // namespace
 
 KVLAB_ON_CUDA(add_channel_magnitudes, add_channel_magnitudes_cuda);
-KVLAB_ON_CUDA(copy_channels, copy_channels_cuda);
+KVLAB_ON_CUDA(copy_partial_keys, copy_partial_keys_cuda);
 KVLAB_ON_CUDA(partial_scores, partial_scores_cuda);
 KVLAB_ON_CUDA(token_pages, token_pages_cuda);
 

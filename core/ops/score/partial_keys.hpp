@@ -14,7 +14,7 @@ KVLAB_ON_BOTH inline float in_range_of_half(double x) {
 
 void add_channel_magnitudes_reference(const PagedKv& kv, View<const float, 4> queries, Directions directions,
                                       View<float, 3> sums);
-void copy_channels_reference(const PagedKv& kv, int newest, const PartialKeys& keys);
+void copy_partial_keys_reference(const PagedKv& kv, int newest, const PartialKeys& keys);
 void partial_scores_reference(const PagedKv& kv, View<const float, 3> queries, const PartialKeys& keys, float factor,
                               int newest, Scores out);
 void token_pages_reference(const PagedKv& kv, const TokenList& tokens, int newest, PageList out);

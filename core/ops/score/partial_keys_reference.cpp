@@ -33,7 +33,7 @@ void add_channel_magnitudes_reference(const PagedKv& kv, View<const float, 4> qu
       }
 }
 
-void copy_channels_reference(const PagedKv& kv, int newest, const PartialKeys& keys) {
+void copy_partial_keys_reference(const PagedKv& kv, int newest, const PartialKeys& keys) {
   const auto dim = static_cast<std::size_t>(kv.head_dim);
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {

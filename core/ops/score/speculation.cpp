@@ -10,9 +10,8 @@
 
 namespace kvlab::ops {
 
-void add_magnitudes(const PagedKv& kv, const Tensor<4>& of_queries, View<float, 3> sums, Stream s) {
-  const char* op = "add_magnitudes";
-  check_kv(kv, op, s);
+View<const float, 4> queries_and_sums(const PagedKv& kv, const Tensor<4>& of_queries, const View<float, 3>& sums,
+                                      const char* op) {
   if (of_queries.dtype != DType::f32)
     fail(Errc::unsupported, op, std::string("got queries of ") + name_of(of_queries.dtype) + ", wanted f32");
   const View<const float, 4> queries = of_queries.f32();
@@ -25,6 +24,13 @@ void add_magnitudes(const PagedKv& kv, const Tensor<4>& of_queries, View<float, 
     fail(Errc::internal, op,
          "got sums " + extents(sums) + ", wanted [slot, " + std::to_string(kv.kv_heads) + " KV heads, " +
              std::to_string(kv.head_dim) + "]");
+  return queries;
+}
+
+void add_magnitudes(const PagedKv& kv, const Tensor<4>& of_queries, View<float, 3> sums, Stream s) {
+  const char* op = "add_magnitudes";
+  check_kv(kv, op, s);
+  const View<const float, 4> queries = queries_and_sums(kv, of_queries, sums, op);
   if (s.device() == Device::cuda) return on_cuda<add_magnitudes>(kv, of_queries, sums, s);
   const std::int64_t group = queries.extent[1] / kv.kv_heads;
   for (int r = 0; r < kv.rows; ++r)

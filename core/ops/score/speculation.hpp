@@ -17,6 +17,9 @@ KVLAB_ON_BOTH inline std::int32_t near_number(const NearGreatest& rule, long lon
   return newest + mean;
 }
 
+// Checks what add_magnitudes and add_channel_magnitudes take; Errc::internal or unsupported. Returns the queries.
+View<const float, 4> queries_and_sums(const PagedKv& kv, const Tensor<4>& of_queries, const View<float, 3>& sums,
+                                      const char* op);
 void add_magnitudes_reference(const PagedKv& kv, View<const float, 4> queries, View<float, 3> sums);
 void near_greatest_reference(const PagedKv& kv, View<const float, 3> scores, const NearGreatest& rule,
                              View<std::int32_t, 2> out);

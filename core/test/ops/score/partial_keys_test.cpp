@@ -56,8 +56,8 @@ TEST_CASE("partial keys and scores by hand") {
     CAPTURE(reference);
     Scene x;
     const auto copy = [&](int newest, bool turned = false) {
-      reference ? ops::copy_channels_reference(x.cache.view(), newest, x.keys(turned))
-                : ops::copy_channels(x.cache.view(), newest, x.keys(turned), s);
+      reference ? ops::copy_partial_keys_reference(x.cache.view(), newest, x.keys(turned))
+                : ops::copy_partial_keys(x.cache.view(), newest, x.keys(turned), s);
     };
     const auto score = [&](bool turned = false, int newest = 0) {
       reference ? ops::partial_scores_reference(x.cache.view(), x.asked(), x.keys(turned), .5f, newest, x.out())
@@ -106,11 +106,11 @@ TEST_CASE("partial keys and scores by hand") {
 TEST_CASE("partial keys: what cannot be is refused") {
   Scene x;
   PagedKv kv = x.cache.view();
-  const auto copy = [&](const PartialKeys& k, int newest = 1) { ops::copy_channels(kv, newest, k, s); };
+  const auto copy = [&](const PartialKeys& k, int newest = 1) { ops::copy_partial_keys(kv, newest, k, s); };
   const auto score = [&](const PartialKeys& k, float factor, int newest = 0) {
     ops::partial_scores(kv, x.asked(), k, factor, newest, x.out(), x.workspace, s);
   };
-  CHECK_THROWS_WITH(copy(x.keys(), -1), Catch::Contains("got -1 newest places"));
+  CHECK_THROWS_WITH(copy(x.keys(), -1), Catch::Contains("got -1 newest tokens"));
   CHECK_THROWS_WITH(score(x.keys(), 0), Catch::Contains("got the factor 0"));
   CHECK_THROWS_WITH(score(x.keys(), 1, -1), Catch::Contains("-1 newest places"));
   PartialKeys wrong = x.keys();

@@ -148,7 +148,7 @@ TEST_CASE("copies of keys: what cannot be is refused") {
   const auto choose = [&](float temperature, float p, int newest) {
     ops::top_p_candidates(kv, s.scores(), s.second, temperature, p, newest, list, cpu);
   };
-  CHECK_THROWS_WITH(ops::code_keys(kv, -1, codes, cpu), Catch::Contains("got -1 newest keys"));
+  CHECK_THROWS_WITH(ops::code_keys(kv, -1, codes, cpu), Catch::Contains("got -1 newest tokens"));
   CHECK_THROWS_WITH(ops::code_keys(kv, 1, KeyCodes{}, cpu), Catch::Contains("got codes of another shape"));
   CHECK_THROWS_WITH(ops::coded_row_dot(kv, s.asked(), s.second, codes, s.scores(1), cpu),
                     Catch::Contains("got vectors or an output of another shape"));
