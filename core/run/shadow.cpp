@@ -8,6 +8,7 @@
 #include "base/backend.hpp"
 #include "base/finite.hpp"
 #include "ops/attend/attend.hpp"
+#include "ops/attend/unread_mass.hpp"
 #include "ops/page/paged.hpp"
 #include "store/cpu_store.hpp"
 #include "store/cuda_store.hpp"
@@ -47,29 +48,13 @@ std::unique_ptr<Store> new_store(StoreOptions o, const Store* beside) {
   return make_store(o, Stream::cpu());
 }
 
-// Sets the flags in `seen` [total] of the text positions that one KV head's attention read.
-void attended_positions(const DecodeLayer& l, const Store& store, int head, int window, std::vector<char>& seen) {
-  const int slot = (*l.slots)[0], newest = store.position(slot), p = store.shape().page_size;
-  const std::vector<std::int32_t> position = store.positions_by_place(l.layer, slot, head);
-  const int n = static_cast<int>(position.size());
-  const auto see = [&](int begin, int end) {
-    for (int t = begin; t < std::min(n, end); ++t)
-      if (const std::int32_t at = position[static_cast<std::size_t>(t)]; window == 0 || at > newest - window)
-        seen[static_cast<std::size_t>(at)] = 1;
-  };
-  const PageList* pages = l.read.pages;
-  const TokenList* tokens = l.read.tokens;
-  if (!pages && !tokens) see(0, n);
-  for (int i = 0; pages && i < pages->count(0, head); ++i)
-    see(pages->index(0, head, i) * p, (pages->index(0, head, i) + 1) * p);
-  for (int i = 0; tokens && i < tokens->count(0, head); ++i)
-    see(tokens->index(0, head, i), tokens->index(0, head, i) + 1);
-}
-
 }  // namespace
 
-Shadow::Shadow(const Model& model, int page_size, int max_tokens, const Store* beside)
-    : model_(model), store_(new_store(shadow_options(model, page_size, max_tokens), beside)) {
+Shadow::Shadow(const Model& model, int page_size, int max_tokens, const Store* beside, bool on_host)
+    : model_(model),
+      store_(new_store(shadow_options(model, page_size, max_tokens), on_host ? nullptr : beside)),
+      in_place_(beside && beside->stream().device() == Device::cuda),
+      scratch_(ledger_, in_place_ ? beside->stream() : Stream::cpu()) {
   store_->open();
 }
 
@@ -112,129 +97,165 @@ void Shadow::prompt(const PromptLayer& l, const Store& store) {
   if (l.layer + 1 == model_.config.layers) store_->advance(0, static_cast<int>(l.keys.extent[0]), false);
 }
 
+// A step's figures of one layer, one after the other in memory of the policy's device.
+struct Shadow::Layout {
+  std::int64_t heads, pages, width;
+  std::int64_t nonfinite() const { return heads * pages * 2 * 8; }  // after the sums
+  std::int64_t read() const { return nonfinite() + (heads + 1) / 2 * 8; }
+  std::int64_t full() const { return read() + (heads * pages + 1) / 2 * 8; }
+  std::int64_t ours() const { return full() + width * 4; }
+  std::int64_t bytes() const { return (ours() + width * 4 + 7) / 8 * 8; }
+};
+
+Shadow::Layout Shadow::layout(int total) const {
+  const ModelConfig& c = model_.config;
+  const int p = store_->shape().page_size;
+  return {c.kv_heads, (total + p - 1) / p, std::int64_t{c.heads} * c.head_dim};
+}
+
+// Sets mass_ and output_, which lie in memory of the copy's device.
 void Shadow::attend_to_all(int layer, const float* queries, int newest) {
   const ModelConfig& c = model_.config;
-  const int total = newest + 1;
-  const auto width = static_cast<std::size_t>(c.heads * c.head_dim),
-             mass = static_cast<std::size_t>(c.heads) * static_cast<std::size_t>(total);
-  output_.resize(width);
-  mass_.resize(mass);
-  const auto attend = [&](const float* q, float* out, float* to, const std::int32_t* last) {
-    ops::AttendArgs a;
-    a.kv = store_->view(layer, slots_);
-    a.queries = View<const float, 3>::dense(q, {1, c.heads, c.head_dim});
-    a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
-    a.window = c.sliding_window;
-    a.last = last;
-    a.out = View<float, 3>::dense(out, {1, c.heads, c.head_dim});
-    a.mass = View<float, 3>::dense(to, {1, c.heads, total});
-    ops::attend(a, store_->workspace(), store_->stream());
-    store_->workspace().reset();
-  };
-  if (!store_->cuda()) return attend(queries, output_.data(), mass_.data(), &newest);
   const Stream s = store_->stream();
-  const std::size_t most = static_cast<std::size_t>(c.heads) * static_cast<std::size_t>(store_->shape().max_tokens);
+  const auto width = static_cast<std::size_t>(c.heads * c.head_dim),
+             most = static_cast<std::size_t>(c.heads) * static_cast<std::size_t>(store_->shape().max_tokens);
   if (!step_) step_ = StreamMemory(s, (width + most + 1) * sizeof(float));
-  float *const out = step_.as<float>(), *const to = out + width;
-  auto* const last = reinterpret_cast<std::int32_t*>(to + most);
+  output_ = step_.as<float>();
+  mass_ = output_ + width;
+  auto* const last = reinterpret_cast<std::int32_t*>(mass_ + most);
   copy_memory(last, &newest, sizeof newest, s);
-  attend(queries, out, to, last);
-  copy_memory(output_.data(), out, width * sizeof *out, s);
-  copy_memory(mass_.data(), to, mass * sizeof *to, s);
-  synchronize(s);
+  ops::AttendArgs a;
+  a.kv = store_->view(layer, slots_);
+  a.queries = View<const float, 3>::dense(queries, {1, c.heads, c.head_dim});
+  a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
+  a.window = c.sliding_window;
+  a.last = last;
+  a.out = View<float, 3>::dense(output_, {1, c.heads, c.head_dim});
+  a.mass = View<float, 3>::dense(mass_, {1, c.heads, newest + 1});
+  ops::attend(a, store_->workspace(), s);
+  store_->workspace().reset();
 }
 
 void Shadow::attended(const DecodeLayer& l, const Store& store) {
   const int newest = store.position((*l.slots)[0]);
-  append(l, newest);
-  const bool compared = skipped_ == 0, last = l.layer + 1 == model_.config.layers;
-  if (compared)
-    attend_to_all(l.layer, store_->cuda() ? l.queries.data : original(l.queries, l.raw_queries, newest, queries_),
+  const bool there = store.stream().device() == Device::cuda, compared = skipped_ == 0,
+             last = l.layer + 1 == model_.config.layers;
+  if (there && !in_place_)
+    throw Error(Errc::internal, "fidelity got a step of a GPU, wanted its store beside the copy");
+  const DecodeLayer& rows = there && !store_->cuda() ? copied_rows(l, store.stream()) : l;
+  append(rows, newest);
+  if (compared) {
+    attend_to_all(l.layer,
+                  store_->cuda() ? rows.queries.data : original(rows.queries, rows.raw_queries, newest, queries_),
                   newest);
+    note_layer(l, store, newest + 1);
+  }
   if (last) store_->advance(0, 1, true);
-  if (compared)
-    compare_step(store_->cuda() ? read_part(l, store.stream()) : l, store, newest + 1);
-  else if (last)
-    --skipped_;
+  if (compared && last) compare_step(newest + 1, store.stream());
+  if (!compared && last) --skipped_;
 }
 
-// A copy on the host of what compare_step reads: the output, and the list that attention read.
-DecodeLayer Shadow::read_part(DecodeLayer l, Stream s) {
-  l.queries = l.raw_queries = l.keys = l.raw_keys = l.values = {};
-  l.mass = {};
-  return copy_.of(l, s);
+// What the copy on the host takes of a step of a GPU.
+const DecodeLayer& Shadow::copied_rows(DecodeLayer l, Stream s) {
+  l.output = {}, l.mass = {};
+  l.read = {};
+  return here_ = copy_.of(l, s);
 }
 
-void Shadow::compare_step(const DecodeLayer& l, const Store& store, int total) {
+// Leaves the layer's figures in figures_. Nothing waits for the policy's device.
+void Shadow::note_layer(const DecodeLayer& l, const Store& store, int total) {
   const ModelConfig& c = model_.config;
-  if (!finite(l.layer, l.output.data)) {
-    constexpr double nan = std::numeric_limits<double>::quiet_NaN();
-    return add(nan, nan, nan);
+  const Stream s = store.stream();
+  const Layout at = layout(total);
+  const auto most = static_cast<std::size_t>(layout(store_->shape().max_tokens).bytes() * c.layers);
+  if (!figures_) figures_ = StreamMemory(s, most);
+  std::byte* const to = figures_.as<>() + at.bytes() * l.layer;
+  const float* mass = mass_;
+  const auto width = static_cast<std::size_t>(at.width) * sizeof(float);
+  if (s.device() != store_->stream().device()) {
+    const auto bytes = static_cast<std::size_t>(c.heads) * static_cast<std::size_t>(total) * sizeof(float);
+    if (!mass_there_) mass_there_ = StreamMemory(s, static_cast<std::size_t>(c.heads * store_->shape().max_tokens) * 4);
+    copy_memory(mass_there_.as<>(), mass_, bytes, s);
+    mass = mass_there_.as<float>();
   }
+  ops::UnreadMass a;
+  a.kv = store.view(l.layer, *l.slots);
+  a.pages = l.read.pages;
+  a.tokens = l.read.tokens;
+  a.mass = View<const float, 2>::dense(mass, {c.heads, total});
+  a.window = c.sliding_window;
+  a.page = store_->shape().page_size;
+  a.sums = View<double, 3>::dense(reinterpret_cast<double*>(to), {at.heads, at.pages, 2});
+  a.nonfinite = View<std::int32_t, 1>::dense(reinterpret_cast<std::int32_t*>(to + at.nonfinite()), {at.heads});
+  a.read = View<std::int32_t, 2>::dense(reinterpret_cast<std::int32_t*>(to + at.read()), {at.heads, at.pages});
+  ops::unread_mass(a, scratch_, s);
+  scratch_.reset();
+  copy_memory(to + at.full(), output_, width, s);
+  copy_memory(to + at.ours(), l.output.data, width, s);
+}
 
-  const int p = store_->shape().page_size;
-  const auto tokens = static_cast<std::size_t>(total), pages = static_cast<std::size_t>((total + p - 1) / p);
-  heads_.resize(static_cast<std::size_t>(c.kv_heads));
-  for (std::size_t h = 0; h < heads_.size(); ++h) {
-    Head& head = heads_[h];
-    head.seen.assign(tokens, 0);
-    attended_positions(l, store, static_cast<int>(h), c.sliding_window, head.seen);
-    head.page_mass.assign(pages, 0);
-    head.chosen.assign(pages, 0);
-    head.order.resize(pages);
-  }
+void Shadow::compare_step(int total, Stream s) {
+  const ModelConfig& c = model_.config;
+  const Layout at = layout(total);
+  const auto bytes = static_cast<std::size_t>(at.bytes() * c.layers);
+  host_.resize(bytes);
+  copy_memory(host_.data(), figures_.as<>(), bytes, s);
+  synchronize(s);
+  compared_.assign(static_cast<std::size_t>(c.layers), {});
 #pragma omp parallel for schedule(static)
-  for (std::size_t h = 0; h < heads_.size(); ++h)
-    compare(heads_[h], mass_.data() + h * static_cast<std::size_t>(c.group()) * tokens, c.group(), p);
-  double missed = 0, recall = 0;
-  for (const Head& head : heads_) missed += head.missed, recall += head.recall;
-  double difference = 0, norm = 0;
-  for (std::size_t i = 0; i < output_.size(); ++i) {
-    const double full = output_[i], ours = l.output.data[i];
-    difference += (ours - full) * (ours - full);
-    norm += full * full;
+  for (int layer = 0; layer < c.layers; ++layer)
+    compared_[static_cast<std::size_t>(layer)] = compare(host_.data() + at.bytes() * layer, at);
+  for (int layer = 0; layer < c.layers; ++layer) {
+    const Compared& x = compared_[static_cast<std::size_t>(layer)];
+    if (x.nonfinite > 0 && rows_.layer < 0) rows_.layer = layer;
+    rows_.nonfinite += x.nonfinite;
+    rows_.mass.push_back(static_cast<float>(1 - x.missed / c.heads));
+    rows_.page_recall.push_back(static_cast<float>(x.recall / c.kv_heads));
+    rows_.output_error.push_back(static_cast<float>(x.output_error));
   }
-  add(1 - missed / c.heads, recall / c.kv_heads, difference > 0 ? std::sqrt(difference / norm) : 0);
 }
 
-// mass [query head of the group, token] of full attention.
-void Shadow::compare(Head& head, const float* mass, int group, int page_size) {
-  const std::size_t tokens = head.seen.size(), pages = head.chosen.size(), p = static_cast<std::size_t>(page_size);
-  head.missed = 0;
-  for (int g = 0; g < group; ++g, mass += tokens)
-    for (std::size_t page = 0; page < pages; ++page) {
-      double all = 0, missed = 0;
-      for (std::size_t t = page * p; t < std::min(tokens, (page + 1) * p); ++t) {
-        all += mass[t];
-        missed += head.seen[t] ? 0.f : mass[t];
-      }
-      head.page_mass[page] += all;
-      head.missed += missed;
-    }
-  for (std::size_t t = 0; t < tokens; ++t) head.chosen[t / p] |= head.seen[t];
-  const auto count = std::count(head.chosen.begin(), head.chosen.end(), 1);
-  std::iota(head.order.begin(), head.order.end(), 0);
-  const auto end = head.order.begin() + count;
-  std::nth_element(head.order.begin(), end, head.order.end(), [&](std::size_t x, std::size_t y) {
-    return head.page_mass[x] != head.page_mass[y] ? head.page_mass[x] > head.page_mass[y] : x < y;
+// The figures of one layer.
+Shadow::Compared Shadow::compare(const std::byte* from, const Layout& at) const {
+  const auto* const sums = reinterpret_cast<const double*>(from);
+  const auto* const nonfinite = reinterpret_cast<const std::int32_t*>(from + at.nonfinite());
+  const auto* const read = reinterpret_cast<const std::int32_t*>(from + at.read());
+  const auto* const full = reinterpret_cast<const float*>(from + at.full());
+  const auto* const ours = reinterpret_cast<const float*>(from + at.ours());
+  Compared out;
+  out.nonfinite = std::accumulate(nonfinite, nonfinite + at.heads, std::int64_t{0}) + count_nonfinite(full, at.width) +
+                  count_nonfinite(ours, at.width);
+  if (out.nonfinite > 0) {
+    out.missed = out.recall = out.output_error = std::numeric_limits<double>::quiet_NaN();
+    return out;
+  }
+  for (std::int64_t h = 0; h < at.heads; ++h) {
+    const double* const mass = sums + h * at.pages * 2;
+    for (std::int64_t p = 0; p < at.pages; ++p) out.missed += mass[2 * p + 1];
+    out.recall += recall(mass, read + h * at.pages, at.pages);
+  }
+  double difference = 0, norm = 0;
+  for (std::int64_t i = 0; i < at.width; ++i) {
+    const double of_full = full[i], of_ours = ours[i];
+    difference += (of_ours - of_full) * (of_ours - of_full);
+    norm += of_full * of_full;
+  }
+  out.output_error = difference > 0 ? std::sqrt(difference / norm) : 0;
+  return out;
+}
+
+// The share of the pages that were read among as many pages of the largest mass. mass: [page, 2].
+double Shadow::recall(const double* mass, const std::int32_t* read, std::int64_t pages) {
+  const auto count = std::count(read, read + pages, 1);
+  if (count == 0) return 0;
+  std::vector<std::int64_t> order(static_cast<std::size_t>(pages));
+  std::iota(order.begin(), order.end(), 0);
+  const auto end = order.begin() + count;
+  std::nth_element(order.begin(), end, order.end(), [&](std::int64_t x, std::int64_t y) {
+    return mass[2 * x] != mass[2 * y] ? mass[2 * x] > mass[2 * y] : x < y;
   });
-  const auto hit = std::count_if(head.order.begin(), end, [&](std::size_t page) { return head.chosen[page] != 0; });
-  head.recall = count ? static_cast<double>(hit) / static_cast<double>(count) : 0;
-}
-
-bool Shadow::finite(int layer, const float* ours) {
-  const auto width = static_cast<std::int64_t>(output_.size());
-  const std::int64_t found = count_nonfinite(mass_.data(), static_cast<std::int64_t>(mass_.size())) +
-                             count_nonfinite(output_.data(), width) + count_nonfinite(ours, width);
-  if (found > 0 && rows_.layer < 0) rows_.layer = layer;
-  rows_.nonfinite += found;
-  return found == 0;
-}
-
-void Shadow::add(double mass, double page_recall, double output_error) {
-  rows_.mass.push_back(static_cast<float>(mass));
-  rows_.page_recall.push_back(static_cast<float>(page_recall));
-  rows_.output_error.push_back(static_cast<float>(output_error));
+  const auto hit = std::count_if(order.begin(), end, [&](std::int64_t page) { return read[page] != 0; });
+  return static_cast<double>(hit) / static_cast<double>(count);
 }
 
 Shadow::Rows Shadow::take() {

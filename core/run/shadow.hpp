@@ -8,15 +8,16 @@
 #include "engine/engine.hpp"
 #include "engine/host_copy.hpp"
 #include "store/store.hpp"
+#include "store/workspace.hpp"
 
 namespace kvlab {
 
 class Shadow final : public EngineObserver {
  public:
-  // Follows the sequence in the engine's slot 0. max_tokens as the engine's. `beside`, the engine's store: the copy
-  // lies on its device where that has room for it three times, and where keys are rotated by text position. Else it is
-  // on the host.
-  Shadow(const Model& model, int page_size, int max_tokens, const Store* beside = nullptr);
+  // Follows the sequence in the engine's slot 0. max_tokens as the engine's. `beside`, the engine's store, which an
+  // engine on a GPU must give: the copy lies on its device where that has room for it three times, and where keys are
+  // rotated by text position. Else, and with on_host, it is on the host.
+  Shadow(const Model& model, int page_size, int max_tokens, const Store* beside = nullptr, bool on_host = false);
 
   // Forgets the sequence. A new one starts at position 0.
   void reset();
@@ -27,7 +28,7 @@ class Shadow final : public EngineObserver {
   void skip(int steps) { skipped_ = steps > 0 ? steps : 0; }
 
   Prompt reads_of_prompt() const override { return store_->cuda() ? Prompt::in_place : Prompt::keys_and_values; }
-  bool steps_in_place() const override { return store_->cuda() != nullptr; }
+  bool steps_in_place() const override { return in_place_; }
   void prompt(const PromptLayer& l, const Store& store) override;
   void attended(const DecodeLayer& l, const Store& store) override;
 
@@ -45,33 +46,39 @@ class Shadow final : public EngineObserver {
   Rows take();
 
  private:
-  // What one KV head misses in a step.
-  struct Head {
-    std::vector<char> seen, chosen;  // of the tokens and of the pages: attended to
-    std::vector<double> page_mass;   // of full attention, all query heads of the group
-    std::vector<std::size_t> order;  // of pages: those of largest mass first, as many as chosen ones
-    double missed = 0, recall = 0;
+  struct Layout;
+  // What one layer's attention missed in a step.
+  struct Compared {
+    std::int64_t nonfinite = 0;
+    double missed = 0, recall = 0, output_error = 0;  // of all query heads, of all KV heads
   };
-  static void compare(Head& head, const float* mass, int group, int page_size);
 
   void append(const LayerRows& l, int first);
-  DecodeLayer read_part(DecodeLayer l, Stream s);
-  void compare_step(const DecodeLayer& here, const Store& store, int total);  // of a copy on the host
-  void attend_to_all(int layer, const float* queries, int newest);            // sets output_ and mass_
+  void attend_to_all(int layer, const float* queries, int newest);
+  const DecodeLayer& copied_rows(DecodeLayer l, Stream s);
+  void note_layer(const DecodeLayer& l, const Store& store, int total);
+  void compare_step(int total, Stream s);
+  Layout layout(int total) const;
+  Compared compare(const std::byte* from, const Layout& at) const;
+  static double recall(const double* mass, const std::int32_t* read, std::int64_t pages);
   const float* original(const View<const float, 3>& rotated, const View<const float, 3>& raw, int first,
                         std::vector<float>& buffer) const;
 
-  void add(double mass, double page_recall, double output_error);
-  bool finite(int layer, const float* ours);  // whether full attention's mass and output, and `ours`, are finite
-
   const Model& model_;
   std::unique_ptr<Store> store_;
-  StreamMemory step_;  // on a GPU: output, mass and position
+  bool in_place_;                              // steps come as memory of a GPU
+  Ledger ledger_;                              // of scratch_ alone
+  StoreWorkspace scratch_;                     // on the policy's device
+  StreamMemory step_;                          // on the copy's device: output, mass and position
+  float *output_ = nullptr, *mass_ = nullptr;  // in step_
+  StreamMemory figures_, mass_there_;          // on the policy's device: the step's layers; a copy of the mass
   HostCopy copy_;
+  DecodeLayer here_;
   std::vector<std::int32_t> slots_{0};
   int skipped_ = 0;  // steps still to come
-  std::vector<float> queries_, keys_, output_, mass_;
-  std::vector<Head> heads_;
+  std::vector<float> queries_, keys_;
+  std::vector<std::byte> host_;
+  std::vector<Compared> compared_;
   Rows rows_;
 };
 

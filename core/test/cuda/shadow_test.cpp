@@ -31,10 +31,10 @@ struct Both final : EngineObserver {
     there.prompt(l, s);
     here.prompt(there.reads_of_prompt() == Prompt::in_place ? copy.of(l, true, s.stream()) : l, s);
   }
-  bool steps_in_place() const override { return there.steps_in_place(); }
+  bool steps_in_place() const override { return true; }
   void attended(const DecodeLayer& l, const Store& s) override {
     there.attended(l, s);
-    here.attended(there.steps_in_place() ? copy.of(l, s.stream()) : l, s);
+    here.attended(l, s);
   }
   void run() {
     const int slot = engine.open(), vocab = model->config.vocab;
@@ -47,7 +47,7 @@ struct Both final : EngineObserver {
 
   std::shared_ptr<Model> model = fresh_tiny_model("llama-gqa3", DType::bf16, Device::cuda);
   Engine engine;
-  Shadow there{*model, 8, 96, &engine.store()}, here{*model, 8, 96};
+  Shadow there{*model, 8, 96, &engine.store()}, here{*model, 8, 96, &engine.store(), true};
   HostCopy copy;
 };
 
