@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <set>
+#include <utility>
 
 #include "base/sha256.hpp"
 #include "run/answer.hpp"
@@ -38,79 +40,230 @@ void add_last(const std::vector<float>& steps, std::size_t layers, std::vector<f
     out.insert(out.end(), layers, std::nanf(""));
 }
 
-}  // namespace
+// A question on its way through the policy.
+struct Row {
+  std::size_t number = 0;  // of the item
+  Item item;
+  std::vector<Sequence::Asked> asked;
+  const ReferenceCache::Entry* reference = nullptr;
+  int slot = -1;
+  std::size_t fed = 0;  // tokens of the question
+  std::vector<double> kl, top1;
+  Shadow::Rows layers;  // [answer token, layer]
 
-void measure_fidelity(const CellInput& in, const std::vector<std::vector<int>>& outputs, results::CellResult& out) {
-  const auto& items = in.items->items;
-  const Model& model = *in.model;
-  const int page_size = in.policy().page_size;
-  const auto layers = static_cast<std::size_t>(model.config.layers);
-  Engine engine = make_engine(in, 1);
-  Shadow shadow(model, page_size, engine.store().shape().max_tokens, &engine.store());
-  engine.observe(&shadow);
-  Sequence mine(engine);
-  std::vector<float> full(static_cast<std::size_t>(model.config.vocab));
-  auto& f = out.fidelity;
-  f.layers = model.config.layers;
-  f.offsets.push_back(0);
-  std::vector<int> history;            // the conversation after its prompt, with the full cache's answers
-  std::vector<Sequence::Asked> asked;  // of the conversation
+  std::size_t compared() const { return kl.size(); }
+  bool asks() const { return fed < item.fed.size(); }
+  bool ended() const { return !asks() && compared() == reference->tokens.size(); }
+  int next() const { return asks() ? item.fed[fed] : reference->tokens[compared() - 1]; }
+};
+
+class FidelityPass {
+ public:
+  FidelityPass(const CellInput& in, const std::vector<std::vector<int>>& outputs, results::CellResult& out)
+      : in_(in),
+        outputs_(outputs),
+        out_(out),
+        items_(in.items->items),
+        options_(options(in)),
+        engine_(in.model, cell_policy(in), options_),
+        shadow_(*in.model, options_.page_size, engine_.store().shape().max_tokens,
+                {.beside = &engine_.store(), .slots = options_.slots}),
+        vocab_(static_cast<std::size_t>(in.model->config.vocab)),
+        layers_(static_cast<std::size_t>(in.model->config.layers)),
+        logits_(vocab_ * static_cast<std::size_t>(options_.slots)),
+        full_(logits_.size()) {
+    engine_.observe(&shadow_);
+    out_.fidelity.layers = in.model->config.layers;
+    out_.fidelity.offsets.push_back(0);
+  }
+
+  ~FidelityPass() { in_.references->release(); }
+  FidelityPass(const FidelityPass&) = delete;
+  FidelityPass& operator=(const FidelityPass&) = delete;
+
+  void run() {
+    const auto rows = static_cast<std::size_t>(options_.slots);
+    for (std::size_t begin = 0; begin < items_.size(); begin += rows)
+      run_batch(begin, std::min(items_.size(), begin + rows));
+  }
+
+ private:
+  // Rows of a GPU run beside each other, and with the bits of one alone: the full cache's logits are of single rows.
+  static EngineOptions options(const CellInput& in) {
+    const bool gpu = device_of(*in.experiment) == Device::cuda;
+    int slots = 1;
+    if (gpu) {
+      const int want = std::min<int>(in.experiment->batch, static_cast<int>(in.items->items.size()));
+      slots = Shadow::most_slots(*in.model, in.policy().page_size, engine_options(in, 1).max_tokens, want);
+    }
+    EngineOptions o = limited_options(in, slots);
+    o.batch_invariant |= gpu;
+    return o;
+  }
+
+  void run_batch(std::size_t begin, std::size_t end) {
+    std::vector<Row> rows;
+    std::set<int> samples;
+    for (std::size_t i = begin; i < end; ++i) {
+      rows.push_back(make_row(i));
+      samples.insert(rows.back().item.sample);
+    }
+    if (in_.full_runs) in_.full_runs->prepare(in_, samples, in_.experiment->fidelity_tokens);
+    std::vector<Row*> active;
+    for (Row& row : rows) {
+      start(row);
+      active.push_back(&row);
+    }
+    const auto leave = [&](Row* row) {
+      if (!row->ended()) return false;
+      engine_.close(row->slot);
+      if (in_.progress) in_.progress("fidelity", static_cast<int>(++ended_), static_cast<int>(items_.size()));
+      return true;
+    };
+    for (std::erase_if(active, leave); !active.empty(); std::erase_if(active, leave)) step(active);
+    for (const Row& row : rows) note(row);
+  }
+
+  // A later turn also feeds the conversation before it, with the full cache's answers.
+  Row make_row(std::size_t i) {
+    Row row{.number = i, .item = items_[i].follows ? after(items_[i], history_) : items_[i]};
+    row.reference =
+        &in_.references->get(in_.model, row.item, options_.page_size, in_.experiment->fidelity_tokens, options_.device);
+    if (!items_[i].follows) asked_ = {{0, 0}};
+    asked_.back().question = static_cast<std::uint32_t>(i);
+    row.asked = asked_;
+    history_ = row.item.fed;
+    history_.insert(history_.end(), row.reference->tokens.begin(), row.reference->tokens.end());
+    asked_.push_back({history_.size() - 1, 0});  // the answer's last token is fed with the next turn, if at all
+    if (ends_answer(row.item, history_.back(), *in_.model->tokenizer)) history_.pop_back();
+    return row;
+  }
+
+  // Prefills the prompt, or restores the context that the sample's questions share.
+  void start(Row& row) {
+    const Item& item = row.item;
+    row.slot = engine_.open(static_cast<std::uint32_t>(item.sample));
+    shadow_.reset(row.slot);
+    shadow_.skip(static_cast<int>(item.fed.size()) - 1, row.slot);  // a question's last step yields the first token
+    ask(row);
+    if (item.shared && context_ && context_->sample == item.sample) {
+      want_room(shadow_.restore(context_->shadow, row.slot), engine_);
+      want_room(engine_.restore(row.slot, context_->sequence), engine_);
+    } else {
+      want_room(engine_.prefill(row.slot, item.prompt, true, logits(1)), engine_);
+      context_.reset();
+      if (item.shared && !item.fed.empty()) context_ = {item.sample, engine_.save(row.slot), shadow_.save(row.slot)};
+    }
+    ask(row);
+    if (!row.asks()) compare({&row});
+  }
+
+  // Names the questions that begin with the row's next token.
+  void ask(Row& row) {
+    while (!row.asked.empty() && row.asked.front().fed <= row.fed) {
+      engine_.ask(row.slot, row.asked.front().question);
+      row.asked.erase(row.asked.begin());
+    }
+  }
+
+  void step(const std::vector<Row*>& active) {
+    std::vector<std::int32_t> slots;
+    std::vector<int> tokens;
+    for (const Row* row : active) {
+      slots.push_back(row->slot);
+      tokens.push_back(row->next());
+    }
+    want_room(engine_.step(slots, tokens, logits(active.size())), engine_);
+    for (Row* row : active)
+      if (row->asks()) {
+        ++row->fed;
+        ask(*row);
+      }
+    compare(active);
+  }
+
+  // Compares the logits of the rows that answer with the full cache's.
+  void compare(const std::vector<Row*>& rows) {
+    struct Pair {
+      std::span<const float> full, ours;
+      double kl = 0, top1 = 0;
+    };
+    std::vector<Pair> pairs(rows.size());
+    for (std::size_t r = 0; r < rows.size(); ++r) {
+      Row& row = *rows[r];
+      const Shadow::Rows layers = shadow_.take(row.slot);
+      if (row.asks()) continue;
+      if (layers.nonfinite > 0)
+        throw NonFinite(
+            layers.nonfinite,
+            Error(Errc::model,
+                  "got " + std::to_string(layers.nonfinite) +
+                      " numbers of attention over all tokens that are not finite, the first of them in layer " +
+                      std::to_string(layers.layer) + "; wanted none",
+                  "sample " + std::to_string(row.number) + ", answer token " + std::to_string(row.compared())));
+      add_last(layers.mass, layers_, row.layers.mass);
+      add_last(layers.page_recall, layers_, row.layers.page_recall);
+      add_last(layers.output_error, layers_, row.layers.output_error);
+      float* const full = full_.data() + r * vocab_;
+      in_.references->read(*row.reference, static_cast<int>(row.compared()), in_.model->config.vocab, full);
+      pairs[r].full = {full, vocab_}, pairs[r].ours = {logits_.data() + r * vocab_, vocab_};
+    }
+#pragma omp parallel for schedule(dynamic)
+    for (std::size_t r = 0; r < pairs.size(); ++r) {
+      if (pairs[r].full.empty()) continue;
+      pairs[r].kl = kl_divergence(pairs[r].full, pairs[r].ours);
+      pairs[r].top1 = top1_agreement(pairs[r].full, pairs[r].ours);
+    }
+    for (std::size_t r = 0; r < pairs.size(); ++r) {
+      if (pairs[r].full.empty()) continue;
+      want_finite(pairs[r].kl, "a KL divergence", static_cast<std::int64_t>(rows[r]->number));
+      rows[r]->kl.push_back(pairs[r].kl);
+      rows[r]->top1.push_back(pairs[r].top1);
+    }
+  }
+
+  void note(const Row& row) {
+    auto& f = out_.fidelity;
+    const auto add = [](auto& to, const auto& from) { to.insert(to.end(), from.begin(), from.end()); };
+    add(f.kl, row.kl), add(f.top1, row.top1);
+    add(f.mass, row.layers.mass), add(f.page_recall, row.layers.page_recall);
+    add(f.output_error, row.layers.output_error);
+    f.offsets.push_back(static_cast<std::int64_t>(f.kl.size()));
+    auto& sample = out_.samples[row.number];
+    sample.kl = mean(row.kl);
+    sample.top1 = mean(row.top1);
+    if (row.item.forced.empty()) sample.first_divergence = divergence(outputs_[row.number], row.reference->tokens);
+  }
+
+  View<float, 2> logits(std::size_t rows) {
+    return View<float, 2>::dense(logits_.data(), {static_cast<std::int64_t>(rows), static_cast<std::int64_t>(vocab_)});
+  }
+
   // The context that the questions of a sample share, as its prompt left it.
   struct Context {
     int sample = 0;
     SavedSequence sequence;
     std::vector<std::byte> shadow;
   };
-  std::optional<Context> context;
-  for (std::size_t i = 0; i < items.size(); ++i) {
-    const Item item = items[i].follows ? after(items[i], history) : items[i];
-    const auto& reference =
-        in.references->get(in.model, item, page_size, in.experiment->fidelity_tokens, device_of(*in.experiment));
-    if (in.full_runs) in.full_runs->prepare(in, {item.sample}, in.experiment->fidelity_tokens);
-    shadow.reset();
-    if (!items[i].follows) asked = {{0, 0}};
-    asked.back().question = static_cast<std::uint32_t>(i);
-    shadow.skip(static_cast<int>(item.fed.size()) - 1);  // a question's last step yields the first token
-    const bool known = item.shared && context && context->sample == item.sample;
-    if (known) want_room(shadow.restore(context->shadow), engine);
-    const auto keep = [&] { context = {item.sample, engine.save(mine.slot()), shadow.save()}; };
-    want_room(mine.begin(item, asked, known ? &context->sequence : nullptr,
-                         item.shared && !item.fed.empty() ? std::function<void()>(keep) : nullptr),
-              engine);
-    std::vector<double> kl, top1;
-    for (std::size_t t = 0; t < reference.tokens.size(); ++t) {
-      if (t > 0) want_room(mine.feed(reference.tokens[t - 1]), engine);
-      const Shadow::Rows rows = shadow.take();
-      if (rows.nonfinite > 0)
-        throw NonFinite(
-            rows.nonfinite,
-            Error(Errc::model,
-                  "got " + std::to_string(rows.nonfinite) +
-                      " numbers of attention over all tokens that are not finite, the first of them in layer " +
-                      std::to_string(rows.layer) + "; wanted none",
-                  "sample " + std::to_string(i) + ", answer token " + std::to_string(t)));
-      add_last(rows.mass, layers, f.mass);
-      add_last(rows.page_recall, layers, f.page_recall);
-      add_last(rows.output_error, layers, f.output_error);
-      in.references->read(reference, static_cast<int>(t), model.config.vocab, full.data());
-      kl.push_back(kl_divergence(full, mine.logits()));
-      top1.push_back(top1_agreement(full, mine.logits()));
-      want_finite(kl.back(), "a KL divergence", static_cast<std::int64_t>(i));
-    }
-    mine.close();
-    history = item.fed;
-    history.insert(history.end(), reference.tokens.begin(), reference.tokens.end());
-    asked.push_back({history.size() - 1, 0});  // the answer's last token is fed with the next turn, if at all
-    if (ends_answer(item, history.back(), *model.tokenizer)) history.pop_back();
-    f.kl.insert(f.kl.end(), kl.begin(), kl.end());
-    f.top1.insert(f.top1.end(), top1.begin(), top1.end());
-    f.offsets.push_back(static_cast<std::int64_t>(f.kl.size()));
-    auto& sample = out.samples[i];
-    sample.kl = mean(kl);
-    sample.top1 = mean(top1);
-    if (item.forced.empty()) sample.first_divergence = divergence(outputs[i], reference.tokens);
-    if (in.progress) in.progress("fidelity", static_cast<int>(i) + 1, static_cast<int>(items.size()));
-  }
+
+  const CellInput& in_;
+  const std::vector<std::vector<int>>& outputs_;
+  results::CellResult& out_;
+  const std::vector<Item>& items_;
+  EngineOptions options_;
+  Engine engine_;
+  Shadow shadow_;
+  std::size_t vocab_, layers_, ended_ = 0;
+  std::vector<float> logits_, full_;    // [row, vocab]
+  std::vector<int> history_;            // the conversation after its prompt, with the full cache's answers
+  std::vector<Sequence::Asked> asked_;  // of the conversation
+  std::optional<Context> context_;
+};
+
+}  // namespace
+
+void measure_fidelity(const CellInput& in, const std::vector<std::vector<int>>& outputs, results::CellResult& out) {
+  FidelityPass(in, outputs, out).run();
 }
 
 }  // namespace kvlab

@@ -81,6 +81,7 @@ const ReferenceCache::Entry& ReferenceCache::get(std::shared_ptr<const Model> mo
   o.device = device;
   o.max_tokens = item.most_tokens();
   o.page_size = page_size;
+  o.batch_invariant = device == Device::cuda;  // fidelity compares with rows of a batch
   try {
     return entries_.emplace(std::move(key), run(model, item, fidelity_tokens, o)).first->second;
   } catch (const NonFiniteStep& e) {
@@ -90,17 +91,26 @@ const ReferenceCache::Entry& ReferenceCache::get(std::shared_ptr<const Model> mo
   }
 }
 
+Engine& ReferenceCache::engine(const std::shared_ptr<const Model>& model, const EngineOptions& options) {
+  const EngineOptions& is = kept_.options;
+  if (kept_.model != model.get() || is.page_size != options.page_size || is.device != options.device ||
+      is.max_tokens < options.max_tokens) {
+    kept_ = {};
+    kept_ = {model.get(), options, std::make_unique<Engine>(model, compose({}), options)};
+  }
+  return *kept_.engine;
+}
+
 ReferenceCache::Entry ReferenceCache::run(const std::shared_ptr<const Model>& model, const Item& item,
                                           int fidelity_tokens, const EngineOptions& options) {
-  Engine engine(model, compose({}), options);
+  Engine& engine = this->engine(model, options);
   Sequence full(engine);
   const Sequence::Asked asked[] = {{0, static_cast<std::uint32_t>(item.sample)}};
-  want_room(full.begin(item, asked), engine);
-
   Entry e;
   e.offset = end_;
   Answer answer(item, fidelity_tokens);
   try {
+    want_room(full.begin(item, asked), engine);
     while (!answer.ended()) {
       if (!answer.tokens().empty()) want_room(full.feed(answer.tokens().back()), engine);
       append(full.logits().data(), full.logits().size_bytes());
@@ -108,8 +118,10 @@ ReferenceCache::Entry ReferenceCache::run(const std::shared_ptr<const Model>& mo
     }
   } catch (...) {
     give_back(e.offset);
+    release();
     throw;
   }
+  full.close();
   e.tokens = answer.tokens();
   return e;
 }

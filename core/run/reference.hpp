@@ -28,6 +28,8 @@ class ReferenceCache {
   // earlier entries stay usable.
   const Entry& get(std::shared_ptr<const Model> model, const Item& item, int page_size, int fidelity_tokens,
                    Device device = Device::cpu);
+  // Frees the engine that get() made, which later items of the same model use again.
+  void release() noexcept { kept_ = {}; }
   // Reads the logits [vocab] of token t of an entry.
   void read(const Entry& entry, int t, int vocab, float* out) const;
 
@@ -38,7 +40,16 @@ class ReferenceCache {
   Entry run(const std::shared_ptr<const Model>& model, const Item& item, int fidelity_tokens,
             const EngineOptions& options);
 
+  // Of the latest items. The model's address is none of another one while the engine holds it.
+  struct Kept {
+    const Model* model = nullptr;
+    EngineOptions options;
+    std::unique_ptr<Engine> engine;
+  };
+  Engine& engine(const std::shared_ptr<const Model>& model, const EngineOptions& options);
+
   std::map<std::string, Entry> entries_;
+  Kept kept_;
   int file_ = -1;         // descriptor; -1 until there is something to write
   std::int64_t end_ = 0;  // bytes written
 };

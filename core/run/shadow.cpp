@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 #include "base/backend.hpp"
 #include "base/finite.hpp"
@@ -16,14 +17,14 @@
 namespace kvlab {
 namespace {
 
-StoreOptions shadow_options(const Model& model, int page_size, int max_tokens) {
+StoreOptions shadow_options(const Model& model, int page_size, int max_tokens, int slots) {
   StoreOptions o;
   o.shape.layers = model.config.layers;
   o.shape.query_heads = model.config.heads;
   o.shape.kv_heads = model.config.kv_heads;
   o.shape.head_dim = model.config.head_dim;
   o.shape.page_size = page_size;
-  o.shape.max_slots = 1;
+  o.shape.max_slots = slots;
   o.shape.max_tokens = max_tokens;
   o.shape.dtype = model.dtype == DType::f16 ? DType::f32 : model.dtype;  // the CPU's attention knows no f16
   o.rope_table = model.rope();
@@ -34,194 +35,226 @@ void want_room(Fit fit) {
   if (fit != Fit::ok) throw NoRoom("got no memory for a copy of the whole cache, with which fidelity compares");
 }
 
+// Bytes of a GPU's pages of one whole sequence.
+std::int64_t sequence_bytes(const StoreOptions& o) {
+  const Shape& s = o.shape;
+  return std::int64_t{s.layers} * s.kv_heads * s.max_pages() * store_bytes(o, Device::cuda).frame;
+}
+
+std::int64_t free_bytes() { return static_cast<std::int64_t>(require_cuda("fidelity").runtime.free_bytes()); }
+
 std::unique_ptr<Store> new_store(StoreOptions o, const Store* beside) {
   if (beside && beside->stream().device() == Device::cuda && beside->options().rope == RopeRegime::original) {
     StoreOptions there = o;
     there.shape.dtype = beside->shape().dtype;
-    const Shape& s = there.shape;
-    const std::int64_t frames = std::int64_t{s.layers} * s.kv_heads * s.max_pages(),
-                       bytes = frames * store_bytes(there, Device::cuda).frame;
-    const auto room = static_cast<std::int64_t>(require_cuda("fidelity").runtime.free_bytes());
     // The full cache's run needs as much while this copy is there, and scratch beside it.
-    if (bytes <= room / 3) return make_store(there, beside->stream());
+    if (sequence_bytes(there) * o.shape.max_slots <= free_bytes() / 3) return make_store(there, beside->stream());
   }
   return make_store(o, Stream::cpu());
 }
 
 }  // namespace
 
-Shadow::Shadow(const Model& model, int page_size, int max_tokens, const Store* beside, bool on_host)
+Shadow::Shadow(const Model& model, int page_size, int max_tokens, Where where)
     : model_(model),
-      store_(new_store(shadow_options(model, page_size, max_tokens), on_host ? nullptr : beside)),
-      in_place_(beside && beside->stream().device() == Device::cuda),
-      scratch_(ledger_, in_place_ ? beside->stream() : Stream::cpu()) {
-  store_->open();
+      store_(
+          new_store(shadow_options(model, page_size, max_tokens, where.slots), where.on_host ? nullptr : where.beside)),
+      in_place_(where.beside && where.beside->stream().device() == Device::cuda),
+      scratch_(ledger_, in_place_ ? where.beside->stream() : Stream::cpu()),
+      slots_(static_cast<std::size_t>(where.slots)) {
+  for (int slot = 0; slot < where.slots; ++slot) store_->open();
 }
 
-void Shadow::reset() {
-  store_->close(0);
-  store_->open();
-  rows_ = {};
-  skipped_ = 0;
+int Shadow::most_slots(const Model& model, int page_size, int max_tokens, int want) {
+  StoreOptions o = shadow_options(model, page_size, max_tokens, 1);
+  o.shape.dtype = model.dtype;
+  const std::int64_t fit = free_bytes() / std::max<std::int64_t>(1, sequence_bytes(o)) - 1;
+  return static_cast<int>(std::clamp<std::int64_t>(fit / 3, 1, std::max(1, want)));
 }
 
-// In the original regime the vectors are already rotated by text position. Otherwise this rotates the raw ones.
-const float* Shadow::original(const View<const float, 3>& rotated, const View<const float, 3>& raw, int first,
-                              std::vector<float>& buffer) const {
-  if (!raw) return rotated.data;
-  const std::int64_t n = raw.extent[0], heads = raw.extent[1], dim = raw.extent[2];
-  buffer.assign(raw.data, raw.data + n * heads * dim);
+void Shadow::reset(int slot) {
+  store_->close(slot);
+  store_->open();  // the others are open
+  slots_[static_cast<std::size_t>(slot)] = {};
+}
+
+// A row's vectors as its text position rotates them.
+void Shadow::rotate(const View<const float, 3>& raw, int row, int position, float* to) const {
+  const std::int64_t heads = raw.extent[1], dim = raw.extent[2];
+  std::copy_n(&raw(row, 0, 0), heads * dim, to);
   std::vector<float> angle(static_cast<std::size_t>(dim));
-  for (std::int64_t t = 0; t < n; ++t) {
-    ops::rope_angles(model_.rope(), static_cast<double>(first + t), angle.data(), angle.data() + dim / 2);
-    for (std::int64_t h = 0; h < heads; ++h)
-      ops::rotate_with(buffer.data() + (t * heads + h) * dim, angle.data(), angle.data() + dim / 2,
-                       static_cast<int>(dim));
-  }
-  return buffer.data();
+  ops::rope_angles(model_.rope(), position, angle.data(), angle.data() + dim / 2);
+  for (std::int64_t h = 0; h < heads; ++h)
+    ops::rotate_with(to + h * dim, angle.data(), angle.data() + dim / 2, static_cast<int>(dim));
 }
 
-// The rows' keys and values lie in memory of the copy's device. The first one's text position is `first`.
-void Shadow::append(const LayerRows& l, int first) {
-  const int n = static_cast<int>(l.keys.extent[0]);
-  if (CudaStore* there = store_->cuda()) {
-    want_room(there->append(l.layer, 0, l.keys.data, l.values.data, DType::f32, l.keys.stride[0], n, first));
-  } else {
-    const float* k = original(l.keys, l.raw_keys, first, keys_);
-    want_room(store_->cpu()->append(l.layer, 0, k, l.values.data, n, first));
+// Keys and values of the rows [row, row + rows), in memory of the copy's device. The first one's text position is
+// `first`. In the original regime keys are already rotated by text position. Otherwise this rotates the raw ones.
+void Shadow::append(const LayerRows& l, int slot, int row, int rows, int first) {
+  const float *keys = l.keys.data + row * l.keys.stride[0], *values = l.values.data + row * l.values.stride[0];
+  if (CudaStore* there = store_->cuda())
+    return want_room(there->append(l.layer, slot, keys, values, DType::f32, l.keys.stride[0], rows, first));
+  if (l.raw_keys) {
+    const std::int64_t width = l.raw_keys.extent[1] * l.raw_keys.extent[2];
+    keys_.resize(static_cast<std::size_t>(rows * width));
+    for (int r = 0; r < rows; ++r) rotate(l.raw_keys, row + r, first + r, keys_.data() + r * width);
+    keys = keys_.data();
   }
+  want_room(store_->cpu()->append(l.layer, slot, keys, values, rows, first));
 }
 
 void Shadow::prompt(const PromptLayer& l, const Store& store) {
-  append(l, store.position(l.slot));
-  if (l.layer + 1 == model_.config.layers) store_->advance(0, static_cast<int>(l.keys.extent[0]), false);
+  const int tokens = static_cast<int>(l.keys.extent[0]);
+  append(l, l.slot, 0, tokens, store.position(l.slot));
+  if (l.layer + 1 == model_.config.layers) store_->advance(l.slot, tokens, false);
 }
 
-// A step's figures of one layer, one after the other in memory of the policy's device.
+// A step's figures of one layer, one after the other in memory of the policy's device. Pages are as many as the longest
+// row has.
 struct Shadow::Layout {
-  std::int64_t heads, pages, width;
-  std::int64_t nonfinite() const { return heads * pages * 2 * 8; }  // after the sums
-  std::int64_t read() const { return nonfinite() + (heads + 1) / 2 * 8; }
-  std::int64_t full() const { return read() + (heads * pages + 1) / 2 * 8; }
-  std::int64_t ours() const { return full() + width * 4; }
-  std::int64_t bytes() const { return (ours() + width * 4 + 7) / 8 * 8; }
+  std::int64_t rows, heads, pages, width;
+  std::int64_t nonfinite() const { return rows * heads * pages * 2 * 8; }  // after the sums
+  std::int64_t read() const { return nonfinite() + rows * heads * 4; }
+  std::int64_t full() const { return read() + rows * heads * pages * 4; }
+  std::int64_t ours() const { return full() + rows * width * 4; }
+  std::int64_t bytes() const { return (ours() + rows * width * 4 + 7) / 8 * 8; }
 };
 
-Shadow::Layout Shadow::layout(int total) const {
+Shadow::Layout Shadow::layout(int rows, int total) const {
   const ModelConfig& c = model_.config;
   const int p = store_->shape().page_size;
-  return {c.kv_heads, (total + p - 1) / p, std::int64_t{c.heads} * c.head_dim};
+  return {rows, c.kv_heads, (total + p - 1) / p, std::int64_t{c.heads} * c.head_dim};
 }
 
-// Sets mass_ and output_, which lie in memory of the copy's device.
-void Shadow::attend_to_all(int layer, const float* queries, int newest) {
+// Sets mass_ and output_, which lie in memory of the copy's device, behind the rows' newest positions.
+void Shadow::attend_to_all(const LayerRows& l) {
   const ModelConfig& c = model_.config;
   const Stream s = store_->stream();
-  const auto width = static_cast<std::size_t>(c.heads * c.head_dim),
-             most = static_cast<std::size_t>(c.heads) * static_cast<std::size_t>(store_->shape().max_tokens);
-  if (!step_) step_ = StreamMemory(s, (width + most + 1) * sizeof(float));
-  output_ = step_.as<float>();
-  mass_ = output_ + width;
-  auto* const last = reinterpret_cast<std::int32_t*>(mass_ + most);
-  copy_memory(last, &newest, sizeof newest, s);
+  const auto rows = static_cast<std::int64_t>(of_rows_.size()), width = std::int64_t{c.heads} * c.head_dim;
+  const auto slots = static_cast<std::int64_t>(slots_.size());
+  if (!step_) {
+    const std::int64_t most = slots * (1 + width + std::int64_t{c.heads} * store_->shape().max_tokens);
+    step_ = StreamMemory(s, static_cast<std::size_t>(most) * sizeof(float));
+  }
+  auto* const last = step_.as<std::int32_t>();
+  output_ = step_.as<float>() + slots;
+  mass_ = output_ + slots * width;
+  copy_memory(last, newest_.data(), newest_.size() * sizeof newest_[0], s);
   ops::AttendArgs a;
-  a.kv = store_->view(layer, slots_);
-  a.queries = View<const float, 3>::dense(queries, {1, c.heads, c.head_dim});
+  a.kv = store_->view(l.layer, of_rows_);
+  a.queries = l.queries;
+  if (!store_->cuda() && l.raw_queries) {
+    queries_.resize(static_cast<std::size_t>(rows * width));
+    for (int r = 0; r < rows; ++r)
+      rotate(l.raw_queries, r, newest_[static_cast<std::size_t>(r)], queries_.data() + r * width);
+    a.queries = View<const float, 3>::dense(queries_.data(), l.queries.extent);
+  }
   a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
   a.window = c.sliding_window;
   a.last = last;
-  a.out = View<float, 3>::dense(output_, {1, c.heads, c.head_dim});
-  a.mass = View<float, 3>::dense(mass_, {1, c.heads, newest + 1});
+  a.out = View<float, 3>::dense(output_, {rows, c.heads, c.head_dim});
+  a.mass = View<float, 3>::dense(mass_, {rows, c.heads, total_});
   ops::attend(a, store_->workspace(), s);
   store_->workspace().reset();
 }
 
 void Shadow::attended(const DecodeLayer& l, const Store& store) {
-  const int newest = store.position((*l.slots)[0]);
-  const bool there = store.stream().device() == Device::cuda, compared = skipped_ == 0,
-             last = l.layer + 1 == model_.config.layers;
+  const bool there = store.stream().device() == Device::cuda, last = l.layer + 1 == model_.config.layers;
   if (there && !in_place_)
     throw Error(Errc::internal, "fidelity got a step of a GPU, wanted its store beside the copy");
-  const DecodeLayer& rows = there && !store_->cuda() ? copied_rows(l, store.stream()) : l;
-  append(rows, newest);
-  if (compared) {
-    attend_to_all(l.layer,
-                  store_->cuda() ? rows.queries.data : original(rows.queries, rows.raw_queries, newest, queries_),
-                  newest);
-    note_layer(l, store, newest + 1);
+  if (l.layer == 0) {
+    of_rows_ = *l.slots;
+    newest_.clear();
+    for (const std::int32_t slot : of_rows_) newest_.push_back(store.position(slot));
+    total_ = *std::max_element(newest_.begin(), newest_.end()) + 1;
   }
-  if (last) store_->advance(0, 1, true);
-  if (compared && last) compare_step(newest + 1, store.stream());
-  if (!compared && last) --skipped_;
-}
-
-// What the copy on the host takes of a step of a GPU.
-const DecodeLayer& Shadow::copied_rows(DecodeLayer l, Stream s) {
-  l.output = {}, l.mass = {};
-  l.read = {};
-  return here_ = copy_.of(l, s);
+  LayerRows rows = l;
+  if (there && !store_->cuda()) {
+    DecodeLayer wanted = l;
+    wanted.output = {}, wanted.mass = {}, wanted.read = {};
+    rows = copy_.of(wanted, store.stream());
+  }
+  for (std::size_t r = 0; r < of_rows_.size(); ++r) append(rows, of_rows_[r], static_cast<int>(r), 1, newest_[r]);
+  const auto skipped = [&](std::int32_t slot) -> int& { return slots_[static_cast<std::size_t>(slot)].skipped; };
+  const bool compared = std::ranges::any_of(of_rows_, [&](std::int32_t slot) { return skipped(slot) == 0; });
+  if (compared) {
+    attend_to_all(rows);
+    note_layer(l, store);
+  }
+  if (!last) return;
+  for (const std::int32_t slot : of_rows_) store_->advance(slot, 1, true);
+  if (compared) compare_step(store.stream());
+  for (const std::int32_t slot : of_rows_) skipped(slot) -= skipped(slot) > 0;
 }
 
 // Leaves the layer's figures in figures_. Nothing waits for the policy's device.
-void Shadow::note_layer(const DecodeLayer& l, const Store& store, int total) {
+void Shadow::note_layer(const DecodeLayer& l, const Store& store) {
   const ModelConfig& c = model_.config;
   const Stream s = store.stream();
-  const Layout at = layout(total);
-  const auto most = static_cast<std::size_t>(layout(store_->shape().max_tokens).bytes() * c.layers);
-  if (!figures_) figures_ = StreamMemory(s, most);
+  const Layout at = layout(static_cast<int>(of_rows_.size()), total_);
+  if (!figures_) {
+    const Layout most = layout(static_cast<int>(slots_.size()), store_->shape().max_tokens);
+    figures_ = StreamMemory(s, static_cast<std::size_t>(most.bytes() * c.layers));
+  }
   std::byte* const to = figures_.as<>() + at.bytes() * l.layer;
+  const auto* last = step_.as<std::int32_t>();
   const float* mass = mass_;
-  const auto width = static_cast<std::size_t>(at.width) * sizeof(float);
   if (s.device() != store_->stream().device()) {
-    const auto bytes = static_cast<std::size_t>(c.heads) * static_cast<std::size_t>(total) * sizeof(float);
-    if (!mass_there_) mass_there_ = StreamMemory(s, static_cast<std::size_t>(c.heads * store_->shape().max_tokens) * 4);
-    copy_memory(mass_there_.as<>(), mass_, bytes, s);
-    mass = mass_there_.as<float>();
+    if (!there_) there_ = StreamMemory(s, step_.bytes());
+    const auto used = static_cast<std::size_t>(mass_ - step_.as<float>() + at.rows * c.heads * total_);
+    copy_memory(there_.as<>(), step_.as<>(), used * sizeof(float), s);
+    last = there_.as<std::int32_t>();
+    mass = there_.as<float>() + (mass_ - step_.as<float>());
   }
   ops::UnreadMass a;
   a.kv = store.view(l.layer, *l.slots);
   a.pages = l.read.pages;
   a.tokens = l.read.tokens;
-  a.mass = View<const float, 2>::dense(mass, {c.heads, total});
+  a.mass = View<const float, 3>::dense(mass, {at.rows, c.heads, total_});
+  a.last = last;
   a.window = c.sliding_window;
   a.page = store_->shape().page_size;
-  a.sums = View<double, 3>::dense(reinterpret_cast<double*>(to), {at.heads, at.pages, 2});
-  a.nonfinite = View<std::int32_t, 1>::dense(reinterpret_cast<std::int32_t*>(to + at.nonfinite()), {at.heads});
-  a.read = View<std::int32_t, 2>::dense(reinterpret_cast<std::int32_t*>(to + at.read()), {at.heads, at.pages});
+  a.sums = View<double, 4>::dense(reinterpret_cast<double*>(to), {at.rows, at.heads, at.pages, 2});
+  a.nonfinite = View<std::int32_t, 2>::dense(reinterpret_cast<std::int32_t*>(to + at.nonfinite()), {at.rows, at.heads});
+  a.read = View<std::int32_t, 3>::dense(reinterpret_cast<std::int32_t*>(to + at.read()), {at.rows, at.heads, at.pages});
   ops::unread_mass(a, scratch_, s);
   scratch_.reset();
+  const auto width = static_cast<std::size_t>(at.rows * at.width) * sizeof(float);
   copy_memory(to + at.full(), output_, width, s);
   copy_memory(to + at.ours(), l.output.data, width, s);
 }
 
-void Shadow::compare_step(int total, Stream s) {
-  const ModelConfig& c = model_.config;
-  const Layout at = layout(total);
-  const auto bytes = static_cast<std::size_t>(at.bytes() * c.layers);
-  host_.resize(bytes);
-  copy_memory(host_.data(), figures_.as<>(), bytes, s);
+void Shadow::compare_step(Stream s) {
+  const int layers = model_.config.layers, rows = static_cast<int>(of_rows_.size());
+  const Layout at = layout(rows, total_);
+  host_.resize(static_cast<std::size_t>(at.bytes() * layers));
+  copy_memory(host_.data(), figures_.as<>(), host_.size(), s);
   synchronize(s);
-  compared_.assign(static_cast<std::size_t>(c.layers), {});
+  compared_.assign(static_cast<std::size_t>(layers * rows), {});
 #pragma omp parallel for schedule(static)
-  for (int layer = 0; layer < c.layers; ++layer)
-    compared_[static_cast<std::size_t>(layer)] = compare(host_.data() + at.bytes() * layer, at);
-  for (int layer = 0; layer < c.layers; ++layer) {
-    const Compared& x = compared_[static_cast<std::size_t>(layer)];
-    if (x.nonfinite > 0 && rows_.layer < 0) rows_.layer = layer;
-    rows_.nonfinite += x.nonfinite;
-    rows_.mass.push_back(static_cast<float>(1 - x.missed / c.heads));
-    rows_.page_recall.push_back(static_cast<float>(x.recall / c.kv_heads));
-    rows_.output_error.push_back(static_cast<float>(x.output_error));
+  for (int i = 0; i < layers * rows; ++i)
+    compared_[static_cast<std::size_t>(i)] = compare(host_.data() + at.bytes() * (i / rows), at, i % rows);
+  for (int r = 0; r < rows; ++r) {
+    Slot& slot = slots_[static_cast<std::size_t>(of_rows_[static_cast<std::size_t>(r)])];
+    for (int layer = 0; slot.skipped == 0 && layer < layers; ++layer) {
+      const Compared& x = compared_[static_cast<std::size_t>(layer * rows + r)];
+      if (x.nonfinite > 0 && slot.rows.layer < 0) slot.rows.layer = layer;
+      slot.rows.nonfinite += x.nonfinite;
+      slot.rows.mass.push_back(static_cast<float>(1 - x.missed / model_.config.heads));
+      slot.rows.page_recall.push_back(static_cast<float>(x.recall / model_.config.kv_heads));
+      slot.rows.output_error.push_back(static_cast<float>(x.output_error));
+    }
   }
 }
 
-// The figures of one layer.
-Shadow::Compared Shadow::compare(const std::byte* from, const Layout& at) const {
-  const auto* const sums = reinterpret_cast<const double*>(from);
-  const auto* const nonfinite = reinterpret_cast<const std::int32_t*>(from + at.nonfinite());
-  const auto* const read = reinterpret_cast<const std::int32_t*>(from + at.read());
-  const auto* const full = reinterpret_cast<const float*>(from + at.full());
-  const auto* const ours = reinterpret_cast<const float*>(from + at.ours());
+// The figures of one row's layer.
+Shadow::Compared Shadow::compare(const std::byte* from, const Layout& at, int row) const {
+  const std::int64_t heads = row * at.heads, pages = heads * at.pages;
+  const auto* const sums = reinterpret_cast<const double*>(from) + 2 * pages;
+  const auto* const nonfinite = reinterpret_cast<const std::int32_t*>(from + at.nonfinite()) + heads;
+  const auto* const read = reinterpret_cast<const std::int32_t*>(from + at.read()) + pages;
+  const auto* const full = reinterpret_cast<const float*>(from + at.full()) + row * at.width;
+  const auto* const ours = reinterpret_cast<const float*>(from + at.ours()) + row * at.width;
   Compared out;
   out.nonfinite = std::accumulate(nonfinite, nonfinite + at.heads, std::int64_t{0}) + count_nonfinite(full, at.width) +
                   count_nonfinite(ours, at.width);
@@ -229,6 +262,7 @@ Shadow::Compared Shadow::compare(const std::byte* from, const Layout& at) const 
     out.missed = out.recall = out.output_error = std::numeric_limits<double>::quiet_NaN();
     return out;
   }
+  // Pages behind a row's newest token have no mass, and nobody read them.
   for (std::int64_t h = 0; h < at.heads; ++h) {
     const double* const mass = sums + h * at.pages * 2;
     for (std::int64_t p = 0; p < at.pages; ++p) out.missed += mass[2 * p + 1];
@@ -258,10 +292,6 @@ double Shadow::recall(const double* mass, const std::int32_t* read, std::int64_t
   return static_cast<double>(hit) / static_cast<double>(count);
 }
 
-Shadow::Rows Shadow::take() {
-  Rows out;
-  std::swap(out, rows_);
-  return out;
-}
+Shadow::Rows Shadow::take(int slot) { return std::exchange(slots_[static_cast<std::size_t>(slot)].rows, {}); }
 
 }  // namespace kvlab

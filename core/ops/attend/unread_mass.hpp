@@ -10,16 +10,16 @@ namespace kvlab::ops {
 
 struct UnreadMass {
   PagedKv kv;                       // the cache that attention read; pages that it did not read may lack frames
-  int row = 0;                      // of kv and of the list
   const PageList* pages = nullptr;  // what attention read: one list, or everything
   const TokenList* tokens = nullptr;
-  View<const float, 2> mass;  // [query head, text position] of attention to all tokens, the newest one last
-  int window = 0;             // attention read this many newest text positions at most; 0 = no limit
-  int page = 0;               // text positions of a page
+  View<const float, 3> mass;           // [row, query head, text position] of attention to all tokens
+  const std::int32_t* last = nullptr;  // [row] the newest text position; those behind it do not count
+  int window = 0;                      // attention read this many newest text positions at most; 0 = no limit
+  int page = 0;                        // text positions of a page
   // Out. sums: of a page's mass, and of the mass of its tokens that were not read, over the query heads of a KV head.
-  View<double, 3> sums;             // [kv_head, page, 2]
-  View<std::int32_t, 2> read;       // [kv_head, page] 1 where a token of the page was read, else 0
-  View<std::int32_t, 1> nonfinite;  // [kv_head] numbers of the mass that are not finite
+  View<double, 4> sums;             // [row, kv_head, page, 2]
+  View<std::int32_t, 3> read;       // [row, kv_head, page] 1 where a token of the page was read, else 0
+  View<std::int32_t, 2> nonfinite;  // [row, kv_head] numbers of the mass that are not finite
 };
 void unread_mass(const UnreadMass& a, Workspace& scratch, Stream s);
 

@@ -111,7 +111,7 @@ TEST_CASE("fidelity is exact where everything is read") {
     for (const PolicySpec& spec : specs) {
       CAPTURE(name, spec.name);
       Play p(model, spec);
-      Shadow shadow(*model, spec.page_size, 192, &p.engine->store());
+      Shadow shadow(*model, spec.page_size, 192, {.beside = &p.engine->store()});
       p.engine->observe(&shadow);
       p.run(prompt, answer);
       const Shadow::Rows rows = shadow.take();

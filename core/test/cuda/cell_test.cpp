@@ -128,6 +128,35 @@ TEST_CASE("cuda cell: an evicting policy keeps its budget, a selecting one is tr
   }
 }
 
+TEST_CASE("cuda cell: questions that run beside each other have the fidelity of questions alone") {
+  for (const char* policy :
+       {"full", "{quest: {dense_layers: 0, budget: {tokens: 16}}}", "{random: {every: 1, budget: {tokens: 16}}}",
+        "{streaming_llm: {sinks: 2, rope: re_rotate, budget: {tokens: 16}}}"}) {
+    CAPTURE(policy);
+    results::CellResult of[2];
+    for (const bool alone : {true, false}) {
+      Cells cells(policy);
+      for (int i = 0; i < 4; ++i) {  // two questions of each context that is shared
+        cells.add(test::test_text(28, 512, 11 + i / 2), test::test_text(2 + i, 512, 20 + i), 4);
+        Item& item = cells.items.items.back();
+        item.shared = true;
+        if (i % 2) --item.sample, item.question = 1;
+      }
+      cells.experiment.batch = alone ? 1 : 5;
+      of[alone] = cells.run("cuda");
+      REQUIRE(of[alone].summary.error == "");
+    }
+    const results::Fidelity &a = of[1].fidelity, &b = of[0].fidelity;
+    CHECK(a.offsets == b.offsets);
+    CHECK(a.kl == b.kl);
+    CHECK(a.top1 == b.top1);
+    CHECK(finite(a.mass) == finite(b.mass));
+    CHECK(finite(a.page_recall) == finite(b.page_recall));
+    CHECK(finite(a.output_error) == finite(b.output_error));
+    for (std::size_t i = 0; i < of[0].samples.size(); ++i) CHECK(of[0].samples[i].kl == of[1].samples[i].kl);
+  }
+}
+
 TEST_CASE("cuda cell: one that does not fit is a result") {
   Cells cells("full");
   const auto gpu = cells.run("cuda", 4096);

@@ -47,7 +47,8 @@ struct Both final : EngineObserver {
 
   std::shared_ptr<Model> model = fresh_tiny_model("llama-gqa3", DType::bf16, Device::cuda);
   Engine engine;
-  Shadow there{*model, 8, 96, &engine.store()}, here{*model, 8, 96, &engine.store(), true};
+  Shadow there{*model, 8, 96, {.beside = &engine.store()}},
+      here{*model, 8, 96, {.beside = &engine.store(), .on_host = true}};
   HostCopy copy;
 };
 
