@@ -246,6 +246,14 @@ __device__ __forceinline__ void bulk_load(unsigned to, const void* from, unsigne
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+__device__ __forceinline__ void bulk_load(unsigned to, const void* from, unsigned bytes, unsigned barrier,
+                                          std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
 __device__ __forceinline__ void bulk_store(void* to, unsigned from, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");

@@ -138,10 +138,11 @@ class AppendScene final : public Scene {
 };
 
 void check_one(Place& place, Check& check, const AppendOptions& s, unsigned seed) {
-  const auto scope = check.in(fmt::format(
-      "{} rows, {} + {} heads of {}, pages of {}, {} and {}{}, summary {}{}, seed {}", s.rows, s.heads, s.kv_heads,
-      s.dim, s.page_size, format_of(s.codec.k, name_of(s.dtype)), format_of(s.codec.v, name_of(s.dtype)),
-      s.norm ? ", norm" : "", static_cast<int>(s.summary), s.bounds_hold ? "" : " that does not hold", seed));
+  const auto scope =
+      check.in(fmt::format("{} rows, {} + {} heads of {}, pages of {}, {} and {}{}, summary {} of {} bits{}, seed {}",
+                           s.rows, s.heads, s.kv_heads, s.dim, s.page_size, format_of(s.codec.k, name_of(s.dtype)),
+                           format_of(s.codec.v, name_of(s.dtype)), s.norm ? ", norm" : "", static_cast<int>(s.summary),
+                           s.summary_bits, s.bounds_hold ? "" : " that does not hold", seed));
   Place here(place.stream().device());
   AppendScene(here, s, 1, seed).check(check);
 }
@@ -185,9 +186,11 @@ void check_summaries(Place& place, Check& check) {
   for (const int dim : {8, 64, 80, 128, 256})
     for (const int page : {1, 8, 16, 40})
       for (int storage = 0; storage < storages; ++storage)
-        for (const int mode : {0, 1, 2, 3}) {
+        for (const int mode : {0, 1, 2, 3, 4}) {
           AppendOptions s;
-          s.summary = mode == 3 ? Summary::centre_radius : mode == 2 ? Summary::mean : Summary::min_max;
+          s.summary_bits = mode == 4 ? 8 : 16;
+          const int kind = mode == 4 ? 1 + static_cast<int>(seed % 3) : mode;
+          s.summary = kind == 3 ? Summary::centre_radius : kind == 2 ? Summary::mean : Summary::min_max;
           s.bounds_hold = mode == 0;
           s.dim = dim, s.page_size = page;
           s.max_pages = 2 + 40 / page;
@@ -492,9 +495,10 @@ Case timed(const char* shape, const AppendOptions& s) {
   const double turned = s.heads + s.kv_heads,
                stored_twice = s.append ? s.kv_heads * (4 + bytes(s.codec.k) + bytes(s.codec.v)) : 0;
   const double vectors = summary_vectors(s.summary);
-  const double summaries = s.summary == Summary::none      ? 0
-                           : s.summary == Summary::min_max ? s.kv_heads * vectors * (2 + 2)
-                                                           : s.kv_heads * (s.page_size / 2. * 2 + vectors * 2);
+  const double summaries = s.summary == Summary::none ? 0
+                           : s.summary == Summary::min_max && s.summary_bits == 16
+                               ? s.kv_heads * vectors * (2 + 2)
+                               : s.kv_heads * (s.page_size / 2. * 2 + vectors * s.summary_bits / 8);
   c.work.bytes = s.rows * double{1. * s.dim} * (turned * (4 + 4) + s.heads * 2 + stored_twice + summaries);
   return c;
 }
@@ -525,15 +529,16 @@ std::vector<Case> list() {
   // Every run appends a token. There is room for 128.
   s.page_size = 16, s.max_pages = 8;
   for (const int rows : {1, 40})
-    for (const auto& [summary, shape] : {std::pair{Summary::none, "rope_append"},
-                                         {Summary::min_max, "rope_append, min_max summaries"},
-                                         {Summary::mean, "rope_append, mean summaries"},
-                                         {Summary::centre_radius, "rope_append, centre_radius summaries"}}) {
+    for (const auto& [summary, bits, shape] : {std::tuple{Summary::none, 16, "rope_append"},
+                                               {Summary::min_max, 16, "rope_append, min_max summaries"},
+                                               {Summary::min_max, 8, "rope_append, min_max summaries in codes"},
+                                               {Summary::mean, 16, "rope_append, mean summaries"},
+                                               {Summary::centre_radius, 16, "rope_append, centre_radius summaries"}}) {
       s.rows = rows, s.frames = s.rows * s.kv_heads * s.max_pages;
-      s.summary = summary;
+      s.summary = summary, s.summary_bits = bits;
       v.push_back(timed(shape, s));
     }
-  s.summary = Summary::none;
+  s.summary = Summary::none, s.summary_bits = 16;
   for (const auto& [name, codec] : {std::pair{"bf16", CodecSpec{}},
                                     {"k8v8", CodecSpec{{8}, {8}}},
                                     {"k8v4", CodecSpec{{8}, {4}}},

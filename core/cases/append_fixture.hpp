@@ -25,9 +25,10 @@ struct AppendOptions {
   int mark_step = 1;
   std::optional<DType> rounded;  // type of the queries' 16-bit copy
   Summary summary = Summary::none;
+  int summary_bits = 16;
   bool bounds_hold = true;  // false: the fixture's summaries are not those of its pages
 
-  std::int64_t summary_bytes() const { return summary_vectors(summary) * dim * std::int64_t(size_of(dtype)); }
+  std::int64_t summary_bytes() const { return kvlab::summary_bytes(summary, summary_bits, dtype, dim); }
 };
 
 // The inputs on the host. A test may change them before it puts them to a place.
@@ -107,7 +108,7 @@ struct AppendFixture {
   // Writes the summary of a page, an index of `table`, to `to`.
   void summarize(std::size_t page, const std::byte* frame, int tokens, std::vector<std::byte>& to) const {
     ops::summarize_page(frame, layout, tokens, s.summary, s.dtype,
-                        to.data() + page * static_cast<std::size_t>(s.summary_bytes()));
+                        to.data() + page * static_cast<std::size_t>(s.summary_bytes()), s.summary_bits);
   }
   AppendFixture(const AppendFixture&) = delete;  // arguments point to the layout
 
@@ -134,6 +135,7 @@ struct AppendFixture {
     a.error = place.put(std::vector<std::int32_t>{0, static_cast<std::int32_t>(free.size())});
     a.pool = {place.put(free), a.error + 1};
     a.summary = s.summary;
+    a.summary_bits = s.summary_bits;
     a.bounds_hold = s.bounds_hold;
     if (s.summary != Summary::none) {
       a.summaries =

@@ -22,6 +22,7 @@ constexpr double most_error = 4e-3;  // of sums whose probabilities are rounded 
 struct ChosenShape {
   AttendShape cache;
   Summary kind = Summary::min_max;
+  int bits = 16;  // of the summaries
   GroupRule rule = GroupRule::max;
   std::vector<int> budget = {4};  // pages of heads, cycled
   bool newest = false, ties = false;
@@ -36,7 +37,10 @@ struct ChosenShape {
     const PagedOptions& o = cache.options;
     return fmt::format("{} rows of {} KV heads in groups of {}, dim {}, pages of {}, {} tokens, {} pages, {}{}{}{}{}",
                        o.rows, o.kv_heads, cache.group, o.head_dim, o.page_size, fmt::join(cache.lengths, " "),
-                       fmt::join(budget, " "), kind == Summary::mean ? "means" : "boxes",
+                       fmt::join(budget, " "),
+                       kind == Summary::mean ? "means"
+                       : bits == 8           ? "boxes in codes"
+                                             : "boxes",
                        rule == GroupRule::max    ? ""
                        : rule == GroupRule::mean ? ", mean"
                                                  : ", softmax_mean",
@@ -57,9 +61,9 @@ class ChosenScene final : public Scene {
       : place_(place), shape_(shape), together_(together), scene_(shape.cache, 5), workspace_(ledger_, place.stream()) {
     const PagedOptions& o = scene_.cache.options();
     const PagedKv kv = scene_.cache.view();
-    const std::int64_t page_bytes = summary_vectors(shape.kind) * o.head_dim * 2;
+    const std::int64_t page_bytes = summary_bytes(shape.kind, shape.bits, DType::bf16, o.head_dim);
     summaries_ = {shape.kind, DType::bf16, nullptr, o.kv_heads * o.max_pages * page_bytes, o.max_pages * page_bytes,
-                  page_bytes};
+                  page_bytes, shape.bits};
     std::vector<std::byte> data(static_cast<std::size_t>(o.rows * summaries_.slot_stride));
     for (int r = 0; r < o.rows; ++r)
 #pragma omp parallel for
@@ -68,8 +72,8 @@ class ChosenScene final : public Scene {
         if (p >= kv.pages(r, h)) continue;
         const PageEntry& e = kv.entry(r, h, shape.ties ? std::min(p, 1) : p);
         std::byte* to = data.data() + (summaries_.at(kv.slots[r], h, p) - summaries_.data);
-        ops::summarize_page(kv.frame(e), kv.layout(e), e.tokens, shape.kind, DType::bf16, to);
-        if (p < shape.nans) std::fill_n(reinterpret_cast<bf16*>(to), page_bytes / 2, bf16(NAN));
+        ops::summarize_page(kv.frame(e), kv.layout(e), e.tokens, shape.kind, DType::bf16, to, shape.bits);
+        if (p < shape.nans) std::fill_n(reinterpret_cast<bf16*>(to), page_bytes / 2, bf16(NAN));  // scale and zero, too
       }
     std::vector<std::int32_t> budget;
     for (int i = 0; i < o.rows * o.kv_heads; ++i)
@@ -304,6 +308,11 @@ std::vector<ChosenShape> shapes() {
   add(2, 2, 7, 64, 16, {3000, 1000, 17}, {12, 3}).turns = true;
   add(30, 2, 1, 64, 16, {90, 300, 0, 20}, {3, 6}).turns = true;  // more heads than blocks
   add(20, 2, 3, 64, 32, {90, 700, 0, 20}, {3, 6}).rule = GroupRule::softmax_mean;
+  for (const ChosenShape& of : std::vector<ChosenShape>(v))
+    if (of.kind != Summary::mean) {
+      v.push_back(of);
+      v.back().bits = 8;
+    }
   ChosenShape& kept = add(3, 2, 4, 128, 16, {1700, 16, 1, 40, 333, 0}, {5});
   kept.chooses = false, kept.pins = {17, 100, true};
   add(2, 1, 8, 64, 64, {1500, 200}, {5}).chooses = false;
@@ -317,7 +326,7 @@ std::vector<Case> list() {
                         [s](Place& place, Check& check) { ChosenScene(place, s, 1, true).check(check); }));
     v.back().cpu = false;
   }
-  for (const bool together : {false, true})
+  for (const auto& [together, bits] : {std::pair{false, 16}, {true, 16}, {true, 8}})
     for (const auto& [rows, context, chosen] : {std::tuple{1, 32768, 128},
                                                 {4, 32768, 128},
                                                 {8, 32768, 128},
@@ -330,13 +339,16 @@ std::vector<Case> list() {
       s.cache.options.max_pages = context / 16;
       s.cache.group = 4, s.cache.lengths = {context};
       s.budget = {chosen};
-      Case c{"attend_chosen", fmt::format("{} of {} pages of 16, {} x {}", chosen, context / 16, rows, context)};
-      c.make = [s, together](Place& place, int copies) {
+      s.bits = bits;
+      Case c{"attend_chosen", fmt::format("{} of {} pages of 16, {} x {}{}", chosen, context / 16, rows, context,
+                                          bits == 8 ? ", summaries in codes" : "")};
+      c.make = [s, together = together](Place& place, int copies) {
         return std::make_unique<ChosenScene>(place, s, copies, together);
       };
       c.timed_cuda = true;
       c.kernel = together ? "one launch" : "two launches";
-      c.work.bytes = 512. * rows * 8 * (context / 16 + 16 * chosen);
+      const auto summary = static_cast<double>(summary_bytes(Summary::min_max, bits, DType::bf16, 128));
+      c.work.bytes = rows * 8. * (summary * (context / 16) + 512. * 16 * chosen);
       c.copies = copies_beyond(c.work.bytes, 300e6, 12);
       v.push_back(c);
     }

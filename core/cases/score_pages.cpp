@@ -84,35 +84,59 @@ const char* word_of(Summary kind) {
   return kind == Summary::mean ? "means" : kind == Summary::min_max ? "boxes" : "boxes around centres";
 }
 
+// A summary's numbers.
+float number_of(const Summaries& s, const std::byte* summary, std::int64_t numbers, std::int64_t i) {
+  if (s.bits == 8) {
+    float shared[2];  // scale and zero
+    std::memcpy(shared, summary + numbers, sizeof shared);
+    return static_cast<float>(std::to_integer<int>(summary[i])) * shared[0] + shared[1];
+  }
+  return s.dtype == DType::f32 ? reinterpret_cast<const float*>(summary)[i]
+                               : static_cast<float>(reinterpret_cast<const bf16*>(summary)[i]);
+}
+
 // The summaries of a cache's pages equal their references, and so do the scores by them.
 void check_summaries(OnCache& x) {
   const auto& o = x.c.cache.options();
   const bool wide = o.dtype == DType::f32;
-  const auto numbers = [&](const std::vector<std::byte>& of) {
-    std::vector<float> out(of.size() / size_of(o.dtype));
-    for (std::size_t i = 0; i < out.size(); ++i)
-      out[i] = wide ? reinterpret_cast<const float*>(of.data())[i]
-                    : static_cast<float>(reinterpret_cast<const bf16*>(of.data())[i]);
-    return out;
-  };
-  for (const Summary kind : summary_kinds) {
-    const auto of_kind = x.check.in(word_of(kind));
-    const std::int64_t page_bytes = summary_vectors(kind) * o.head_dim * static_cast<std::int64_t>(size_of(o.dtype));
+  for (const auto& [kind, bits] : {std::pair{Summary::min_max, 16},
+                                   {Summary::mean, 16},
+                                   {Summary::centre_radius, 16},
+                                   {Summary::min_max, 8},
+                                   {Summary::mean, 8},
+                                   {Summary::centre_radius, 8}}) {
+    const auto of_kind = x.check.in(fmt::format("{} of {} bits", word_of(kind), bits));
+    const std::int64_t page_bytes = summary_bytes(kind, bits, o.dtype, o.head_dim),
+                       each = std::int64_t{summary_vectors(kind)} * o.head_dim;
     std::vector<std::byte> data(static_cast<std::size_t>(o.rows * o.kv_heads * o.max_pages * page_bytes)), plain(data);
-    const Summaries s{kind,      o.dtype, data.data(), o.kv_heads * o.max_pages * page_bytes, o.max_pages * page_bytes,
-                      page_bytes};
+    const Summaries s{kind,       o.dtype, data.data(), o.kv_heads * o.max_pages * page_bytes, o.max_pages * page_bytes,
+                      page_bytes, bits};
+    std::vector<float> got, wanted;
+    float farthest = 0;  // of two numbers, in steps between codes
     for (int r = 0; r < o.rows; ++r)
       for (int h = 0; h < o.kv_heads; ++h)
         for (int p = 0; p < x.kv.pages(r, h); ++p) {
           const PageEntry& e = x.kv.entry(r, h, p);
           const auto at = s.at(x.kv.slots[r], h, p) - s.data;
-          ops::summarize_page(x.kv.frame(e), x.kv.layout(e), e.tokens, kind, o.dtype, data.data() + at);
-          ops::summarize_page_reference(x.kv.frame(e), x.kv.layout(e), e.tokens, kind, o.dtype, plain.data() + at);
+          ops::summarize_page(x.kv.frame(e), x.kv.layout(e), e.tokens, kind, o.dtype, data.data() + at, bits);
+          ops::summarize_page_reference(x.kv.frame(e), x.kv.layout(e), e.tokens, kind, o.dtype, plain.data() + at,
+                                        bits);
+          float scale = 0;
+          if (bits == 8) std::memcpy(&scale, plain.data() + at + each, sizeof scale);
+          for (std::int64_t i = 0; i < each; ++i) {
+            got.push_back(number_of(s, data.data() + at, each, i));
+            wanted.push_back(number_of(s, plain.data() + at, each, i));
+            if (bits == 8)
+              farthest =
+                  std::max(farthest, (std::abs(got.back() - wanted.back()) - 1e-5f * std::abs(wanted.back())) / scale);
+          }
         }
     if (kind == Summary::min_max && o.codec.k.bits == 0)
       x.check.that("summarize_page gives the same bytes", data == plain);
-    else  // decoding and sums differ by a rounding
-      x.check.equal("summarize_page", numbers(data), numbers(plain), wide ? 1e-5 : 0x1p-7);
+    else if (bits == 8)  // decoding and sums differ by a rounding, which may be a code
+      x.check.within("summarize_page, steps between codes", farthest, 1.01);
+    else
+      x.check.equal("summarize_page", got, wanted, wide ? 1e-5 : 0x1p-7);
     Numbers<3> queries(x, {x.c.rows(), x.c.heads(), o.head_dim});
     const auto queries_there = queries.put();
     Summaries there = s;
@@ -136,6 +160,7 @@ struct PageCase {
   GroupRule rule = GroupRule::max;
   bool newest = false;
   unsigned seed = 1;
+  int bits = 16;        // of the summaries
   int budget = -1;      // pages per head; negative: any number
   int summary_gap = 0;  // bytes after each summary
   int query_gap = 0;    // elements after each query
@@ -145,8 +170,9 @@ struct PageCase {
   std::string text() const {
     return fmt::format(
         "{} rows of {} KV heads in groups of {}, dim {}, pages {}, {} of {}, rule {}, budget {}, gaps {} and {}{}{}{}",
-        rows, kv_heads, group, dim, fmt::join(pages, " "), word_of(kind), name_of(dtype), static_cast<int>(rule),
-        budget, summary_gap, query_gap, newest ? ", newest page" : "", ties ? ", ties" : "", nans ? ", NaN" : "");
+        rows, kv_heads, group, dim, fmt::join(pages, " "), word_of(kind), bits == 8 ? "codes" : name_of(dtype),
+        static_cast<int>(rule), budget, summary_gap, query_gap, newest ? ", newest page" : "", ties ? ", ties" : "",
+        nans ? ", NaN" : "");
   }
 };
 
@@ -189,12 +215,32 @@ void check_pages(const PageCase& c, Device device, Check& check) {
   // Summaries in f32, as the reference reads them, and as they are stored.
   const std::int64_t width = std::int64_t{summary_vectors(c.kind)} * c.dim;
   const std::int64_t count = std::int64_t{c.rows} * c.kv_heads * most * width;
-  const auto size = static_cast<std::int64_t>(size_of(dtype));
+  const auto size = c.bits == 8 ? 1 : static_cast<std::int64_t>(size_of(dtype));
   std::vector<float> wide(static_cast<std::size_t>(count));
-  const std::int64_t page_bytes = width * size + c.summary_gap;
+  const std::int64_t page_bytes = summary_bytes(c.kind, c.bits, dtype, c.dim) + c.summary_gap;
   std::vector<std::byte> stored(static_cast<std::size_t>(count / width * page_bytes), std::byte{0xff});
   const std::vector<float> numbers = normals(count, c.seed);
-  for (std::int64_t i = 0; i < count; ++i) {
+  // Codes of a page: any of them, but low ends are no more than high ones.
+  const auto write_codes = [&](std::int64_t page) {
+    std::byte* to = stored.data() + page * page_bytes;
+    const bool box = c.kind != Summary::mean;
+    const float scale = c.nans && page % 3 == 0 ? NAN
+                        : c.ties                ? 1
+                                                : 0.01f + static_cast<float>(rng() % 100) * 1e-4f,
+                zero = c.ties ? 0 : -static_cast<float>(rng() % 400) * 1e-2f;
+    for (std::int64_t d = 0; d < c.dim; ++d) {
+      const int a = c.ties ? (d ? 0 : static_cast<int>(rng() % 3)) : static_cast<int>(rng() % 256),
+                b = c.ties ? a : static_cast<int>(rng() % 256);
+      to[d] = static_cast<std::byte>(box ? std::min(a, b) : a);
+      if (box) to[c.dim + d] = static_cast<std::byte>(std::max(a, b));
+    }
+    const float shared[] = {scale, zero};
+    std::memcpy(to + width, shared, sizeof shared);
+    for (std::int64_t i = 0; i < width; ++i)
+      wide[static_cast<std::size_t>(page * width + i)] = static_cast<float>(std::to_integer<int>(to[i])) * scale + zero;
+  };
+  for (std::int64_t page = 0; c.bits == 8 && page < count / width; ++page) write_codes(page);
+  for (std::int64_t i = 0; c.bits == 16 && i < count; ++i) {
     float x = numbers[static_cast<std::size_t>(i)];
     if (c.ties) x = i % width ? 0 : std::round(x);
     if (c.kind != Summary::mean) x = i % width < c.dim ? -std::abs(x) : std::abs(x);
@@ -202,8 +248,8 @@ void check_pages(const PageCase& c, Device device, Check& check) {
     wide[static_cast<std::size_t>(i)] =
         write_number(x, dtype, stored.data() + i / width * page_bytes + i % width * size);
   }
-  const auto summaries = [&](DType of, const std::byte* data, std::int64_t page) {
-    return Summaries{c.kind, of, data, c.kv_heads * most * page, most * page, page};
+  const auto summaries = [&](DType of, const std::byte* data, std::int64_t page, int bits) {
+    return Summaries{c.kind, of, data, c.kv_heads * most * page, most * page, page, bits};
   };
   const std::vector<float> q = normals(std::int64_t{c.rows} * heads * (c.dim + c.query_gap), c.seed + 1);
   const auto wide_queries = View<const float, 3>::dense(q.data(), {c.rows, heads, c.dim + c.query_gap});
@@ -214,13 +260,13 @@ void check_pages(const PageCase& c, Device device, Check& check) {
   const std::array<std::int64_t, 3> extent{c.rows, c.kv_heads, most + 3};
   const Guarded<3> wanted(extent), fresh(extent);
   ops::page_score_reference(narrow(wide_queries), kv,
-                            summaries(DType::f32, reinterpret_cast<const std::byte*>(wide.data()), width * 4), c.rule,
-                            0.125f, wanted.view());
+                            summaries(DType::f32, reinterpret_cast<const std::byte*>(wide.data()), width * 4, 16),
+                            c.rule, 0.125f, wanted.view());
 
   const Stream s = place.stream();
   const PagedKv there = place.put(kv, cache.bytes());
   const auto queries = narrow(place.put(wide_queries));
-  const Summaries on_place = summaries(dtype, place.put(stored), page_bytes);
+  const Summaries on_place = summaries(dtype, place.put(stored), page_bytes, c.bits);
   const auto budgets = View<const std::int32_t, 2>::dense(budget.data(), {c.rows, c.kv_heads});
   const auto budgets_there = place.put(budgets);
   const Pins pins{0, 0, c.newest};
@@ -272,7 +318,7 @@ void check_pages(const PageCase& c, Device device, Check& check) {
   };
   ops::page_score_reference(
       narrow(wide_queries), shifted,
-      summaries(DType::f32, reinterpret_cast<const std::byte*>(wide.data()) + first * width * 4, width * 4), c.rule,
+      summaries(DType::f32, reinterpret_cast<const std::byte*>(wide.data()) + first * width * 4, width * 4, 16), c.rule,
       0.125f, part(wanted_part.view()));
   const auto chosen_scores = place.put(fresh.view());
   PageList kept{place.put(poison)};
@@ -531,15 +577,15 @@ struct OfLayers {
   GroupRule rule;
   bool flagged;
   bool even = true;  // memory of the layers lies at a constant distance
-  bool classes = false, means = false, injects = false;
+  bool classes = false, means = false, injects = false, codes = false;
 };
 
 void check_layers(Place& place, const OfLayers& o, Check& outer) {
-  const auto within =
-      outer.in(fmt::format("{} layers, {} x {} heads of {}, group {}, rule {}{}{}", o.layers, o.rows, o.kv_heads,
-                           o.head_dim, o.group, static_cast<int>(o.rule), o.flagged ? ", flagged" : "",
-                           std::string(o.even ? "" : ", uneven") + (o.classes ? ", classes" : "") +
-                               (o.means ? ", means" : "") + (o.injects ? ", injected" : "")));
+  const auto within = outer.in(
+      fmt::format("{} layers, {} x {} heads of {}, group {}, rule {}{}{}", o.layers, o.rows, o.kv_heads, o.head_dim,
+                  o.group, static_cast<int>(o.rule), o.flagged ? ", flagged" : "",
+                  std::string(o.even ? "" : ", uneven") + (o.classes ? ", classes" : "") + (o.means ? ", means" : "") +
+                      (o.injects ? ", injected" : "") + (o.codes ? ", codes" : "")));
   constexpr int page_size = 16, pages = 70;
   std::mt19937 rng(static_cast<unsigned>(o.layers * 131 + o.kv_heads));
   const std::int64_t heads = std::int64_t{o.rows} * o.kv_heads, all = heads * o.layers;
@@ -553,11 +599,21 @@ void check_layers(Place& place, const OfLayers& o, Check& outer) {
   std::vector<bf16> boxes(n * pages * 2 * static_cast<std::size_t>(o.head_dim));
   for (std::size_t i = 0; i < boxes.size(); ++i)
     boxes[i] = bf16(static_cast<float>(rng() % 1000) * (i / static_cast<std::size_t>(o.head_dim) % 2 ? 1e-3f : -1e-3f));
+  const Summary kind = o.means ? Summary::mean : Summary::min_max;
+  const int bits = o.codes ? 8 : 16;
+  const std::int64_t page = summary_bytes(kind, bits, DType::bf16, o.head_dim);
+  std::vector<std::byte> codes(o.codes ? n * pages * static_cast<std::size_t>(page) : 0);
+  for (std::size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<std::byte>(rng() % 256);
+  for (std::size_t i = 0; i < codes.size(); i += static_cast<std::size_t>(page)) {
+    const float shared[] = {0.01f, -1.f};  // scale and zero
+    std::memcpy(codes.data() + i + static_cast<std::size_t>(summary_vectors(kind) * o.head_dim), shared, sizeof shared);
+  }
   std::vector<std::uint8_t> flags(n);
   for (auto& f : flags) f = rng() % 2;
   const std::vector<float> q = randoms(all * o.group * o.head_dim);
   const auto* const lengths = place.put(length);
-  const auto* const boxes_there = place.put(boxes);
+  const std::byte* const summaries_there =
+      o.codes ? place.put(codes) : reinterpret_cast<const std::byte*>(place.put(boxes));
   const auto* const flags_there = place.put(flags);
   const auto* const q_there = place.put(q);
   const auto list_of = [&](std::int64_t layers) {
@@ -567,7 +623,6 @@ void check_layers(Place& place, const OfLayers& o, Check& outer) {
   const IndexList apart = list_of(o.layers), together = list_of(o.layers), elsewhere = list_of(1);
   const auto scores =
       View<float, 3>::dense(place.take<float>(static_cast<std::size_t>(heads * pages)), {o.rows, o.kv_heads, pages});
-  const std::int64_t page = (o.means ? 2 : 4) * o.head_dim;
   const auto* const classes =
       place.put(std::vector<std::uint8_t>(flags.begin(), flags.begin() + o.layers * o.kv_heads));
   const std::int64_t words = ops::inject_words(pages);
@@ -585,12 +640,9 @@ void check_layers(Place& place, const OfLayers& o, Check& outer) {
     PagedKv kv = first;
     if (o.injects) kv.injected = &injected;
     kv.length = View<const std::int32_t, 2>::dense(lengths + l * heads, {o.rows, o.kv_heads});
-    const Summaries summaries{o.means ? Summary::mean : Summary::min_max,
-                              DType::bf16,
-                              reinterpret_cast<const std::byte*>(boxes_there) + l * heads * pages * page,
-                              o.kv_heads * pages * page,
-                              pages * page,
-                              page};
+    const Summaries summaries{
+        kind, DType::bf16, summaries_there + l * heads * pages * page, o.kv_heads * pages * page, pages * page,
+        page, bits};
     PageChoice choice;
     choice.rule = o.rule, choice.scale = 0.125f, choice.budget = 9, choice.leave_out = {20, 40};
     if (o.flagged)
@@ -635,6 +687,8 @@ void check_all_layers(Place& place, Check& check) {
   check_layers(place, {4, 3, 2, 4, 128, GroupRule::max, true, true, true}, check);
   check_layers(place, {3, 2, 2, 4, 128, GroupRule::mean, false, true, false, true}, check);
   check_layers(place, {3, 2, 2, 3, 80, GroupRule::max, true}, check);
+  for (const bool means : {false, true})
+    check_layers(place, {3, 2, 2, 4, 128, GroupRule::max, true, true, false, means, false, true}, check);
   for (const bool even : {true, false})
     check_layers(place, {4, 3, 2, 4, 128, GroupRule::max, true, even, false, false, true}, check);
 }
@@ -644,9 +698,10 @@ struct Boxes {
   int rows, query_heads, kv_heads, head_dim, tokens, page_size;
   int selected;  // pages; 0: only scores
   GroupRule rule = GroupRule::max;
+  int bits = 16;
 
   int pages() const { return (tokens + page_size - 1) / page_size; }
-  std::int64_t page_bytes() const { return 2 * 2 * head_dim; }
+  std::int64_t page_bytes() const { return summary_bytes(Summary::min_max, bits, DType::bf16, head_dim); }
   double bytes() const { return static_cast<double>(page_bytes()) * rows * kv_heads * pages(); }
   float scale() const { return rule == GroupRule::softmax_mean ? 0.125f : 1.f; }
 };
@@ -663,10 +718,24 @@ class BoxScene final : public Scene {
         budget_(static_cast<std::size_t>(b.rows * b.kv_heads), b.selected) {
     const std::vector<float> random = randoms(1 << 16);
     const auto dim = static_cast<std::size_t>(b.head_dim);
+    if (b.bits == 8) {
+      auto* const bytes = reinterpret_cast<std::byte*>(boxes_.data());
+      const auto page = static_cast<std::size_t>(b.page_bytes());
 #pragma omp parallel for schedule(static)
-    for (std::size_t i = 0; i < boxes_.size(); ++i) {
-      const float x = std::abs(random[(i * 2654435761u >> 7) & 0xffff]);
-      boxes_[i] = bf16(i / dim % 2 ? x : -x);
+      for (std::size_t p = 0; p < 2 * boxes_.size() / page; ++p) {
+        for (std::size_t i = 0; i < 2 * dim; ++i) {
+          const auto x = static_cast<int>(20 * std::abs(random[((p * 2 * dim + i) * 2654435761u >> 7) & 0xffff]));
+          bytes[p * page + i] = static_cast<std::byte>(std::clamp(i < dim ? 128 - x : 128 + x, 0, 255));
+        }
+        const float shared[] = {0.05f, -6.4f};  // scale and zero
+        std::memcpy(bytes + p * page + 2 * dim, shared, sizeof shared);
+      }
+    } else {
+#pragma omp parallel for schedule(static)
+      for (std::size_t i = 0; i < boxes_.size(); ++i) {
+        const float x = std::abs(random[(i * 2654435761u >> 7) & 0xffff]);
+        boxes_[i] = bf16(i / dim % 2 ? x : -x);
+      }
     }
     plain_.head_dim = b.head_dim;
     kv_ = place.put(plain_, cache_.bytes());
@@ -674,8 +743,7 @@ class BoxScene final : public Scene {
     for (int c = 0; c < copies; ++c) copies_.push_back(place.put(boxes_));
     budget_there_ = place.put(budget());
     const std::array<std::int64_t, 3> extent{b.rows, b.kv_heads, b.pages()};
-    scores_ =
-        View<float, 3>::dense(place.take<float>(boxes_.size() / static_cast<std::size_t>(2 * b.head_dim)), extent);
+    scores_ = View<float, 3>::dense(place.take<float>(budget_.size() * static_cast<std::size_t>(b.pages())), extent);
     out_ = place.put(memory_.empty(lists()));
   }
   void run(int copy) override {
@@ -705,7 +773,8 @@ class BoxScene final : public Scene {
   std::array<std::int64_t, 3> lists() const { return {b_.rows, b_.kv_heads, b_.selected}; }
   Summaries summaries(const bf16* data) const {
     const std::int64_t page = b_.page_bytes(), head = page * b_.pages();
-    return {Summary::min_max, DType::bf16, reinterpret_cast<const std::byte*>(data), head * b_.kv_heads, head, page};
+    return {Summary::min_max, DType::bf16, reinterpret_cast<const std::byte*>(data), head * b_.kv_heads, head, page,
+            b_.bits};
   }
   View<const float, 3> of(const float* q) const {
     return View<const float, 3>::dense(q, {b_.rows, b_.query_heads, b_.head_dim});
@@ -753,6 +822,11 @@ std::vector<Case> list() {
       const std::vector<PageCase> all = cases();
       for (std::size_t i = 0; i < all.size(); i += quick() && device == Device::cpu ? 5 : 1)
         check_pages(all[i], device, check);
+      for (std::size_t i = 0; i < all.size(); i += 3) {
+        PageCase in_codes = all[i];
+        in_codes.bits = 8;
+        check_pages(in_codes, device, check);
+      }
     }));
   };
   pages("pages: every head size, group, summary and rule on ragged rows", every_head_size);
@@ -791,6 +865,14 @@ std::vector<Case> list() {
       c.kernel = "mma, fused top-k";
       v.push_back(c);
     }
+  for (const auto& [rows, context] : {std::pair{40, 10240}, {8, 32768}, {1, 32768}, {1, 131072}}) {
+    const Boxes b{rows, 32, 8, 128, context, 16, 64, GroupRule::max, 8};
+    Case c = boxes(b, true, "");
+    c.shape = fmt::format("boxes in codes, top {} of {} pages of 16, {} x {}, one of {}", b.selected, b.pages(), rows,
+                          context, c.copies);
+    c.kernel = "mma, fused top-k";
+    v.push_back(c);
+  }
   return v;
 }
 

@@ -39,6 +39,7 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   s.rope = needs.rope();
   s.rope_table = model.rope();
   s.summary = needs.page_summary();
+  s.summary_bits = needs.summary_bits();
   s.token_state = needs.token_state();
   s.device_limit = o.device_limit;
   s.host_limit = o.host_limit;

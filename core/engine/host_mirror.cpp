@@ -5,11 +5,12 @@
 namespace kvlab {
 namespace {
 
-StoreOptions mirror_options(const Shape& shape, Summary summary) {
+StoreOptions mirror_options(const Shape& shape, Summary summary, int summary_bits) {
   StoreOptions o;
   o.shape = shape;
   if (o.shape.dtype == DType::f16) o.shape.dtype = DType::f32;  // the CPU's ops know no f16
   o.summary = summary;
+  o.summary_bits = summary_bits;
   return o;
 }
 
@@ -21,8 +22,8 @@ const float* rounded(const float* from, std::int64_t count, std::vector<float>& 
 
 }  // namespace
 
-HostMirror::HostMirror(const Shape& shape, Summary summary)
-    : dtype_(shape.dtype), store_(mirror_options(shape, summary)) {
+HostMirror::HostMirror(const Shape& shape, Summary summary, int summary_bits)
+    : dtype_(shape.dtype), store_(mirror_options(shape, summary, summary_bits)) {
   while (store_.open() >= 0) {
   }
 }

@@ -9,7 +9,7 @@ namespace kvlab {
 class HostMirror final : public EngineObserver {
  public:
   // Takes the shape and summaries of the engine's store. A cache of f16 becomes one of f32 with the same values.
-  HostMirror(const Shape& shape, Summary summary);
+  HostMirror(const Shape& shape, Summary summary, int summary_bits = 16);
 
   const Shape& shape() const { return store_.shape(); }
   Workspace& workspace() { return store_.workspace(); }

@@ -210,10 +210,12 @@ const char* word_of(T value) {
   return "";
 }
 
-const char* summary_text(Summary kind) {
-  return kind == Summary::mean      ? "the mean of each page's keys"
-         : kind == Summary::min_max ? "minimum and maximum of each page's keys"
-                                    : "centre and radius of each page's keys";
+std::string summary_text(const Needs& n) {
+  const Summary kind = n.page_summary();
+  const char* what = kind == Summary::mean      ? "the mean of each page's keys"
+                     : kind == Summary::min_max ? "minimum and maximum of each page's keys"
+                                                : "centre and radius of each page's keys";
+  return n.summary_bits() == 8 ? std::string(what) + ", in codes of 8 bits" : what;
 }
 
 // With default parameters.
@@ -227,7 +229,7 @@ std::string needs_text(const PluginInfo& plugin) {
     if (n.dense_layers() > 0) rows.push_back({"dense layers", fmt::format("the first {}", n.dense_layers())});
     if (n.min_pages() > 0)
       rows.push_back({"pages", fmt::format("at least {} of each KV head are read", n.min_pages())});
-    if (n.page_summary() != Summary::none) rows.push_back({"summaries", summary_text(n.page_summary())});
+    if (n.page_summary() != Summary::none) rows.push_back({"summaries", summary_text(n)});
     if (n.own_amount()) rows.push_back({"budget", "none: it decides by itself how much it keeps"});
     if (n.oracle()) rows.push_back({"oracle", "it knows what no method can know in time, so its cells have no times"});
     if (n.functional())

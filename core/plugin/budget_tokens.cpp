@@ -16,8 +16,7 @@ std::int64_t page_bytes(const Shape& shape, const CodecSpec& codec, const Needs&
   return ops::make_layout(shape.dtype, codec, shape.page_size, shape.head_dim,
                           static_cast<int>(needs.token_state().size()))
              .bytes +
-         std::int64_t{summary_vectors(needs.page_summary())} * shape.head_dim *
-             static_cast<std::int64_t>(size_of(shape.dtype));
+         summary_bytes(needs.page_summary(), needs.summary_bits(), shape.dtype, shape.head_dim);
 }
 
 BudgetAmount amount_for_pages(BudgetAmount amount, std::size_t state_bytes) {

@@ -39,7 +39,7 @@ class Watched final : public Policy {
 
   Needs needs() const override { return needs_; }
   void attach(const Shape& shape, const BudgetAmount&, Workspace& w) override {
-    if (device_ == Device::cuda) mirror_.emplace(shape, needs_.page_summary());
+    if (device_ == Device::cuda) mirror_.emplace(shape, needs_.page_summary(), needs_.summary_bits());
     for (const auto& p : profilers_) mirror_ ? p->attach(mirror_->shape(), mirror_->workspace()) : p->attach(shape, w);
   }
   void prefill(const LayerPrefill& layer, Edits&, Stream s) override {
@@ -71,9 +71,10 @@ class Watched final : public Policy {
     needs_.window_queries(std::max(needs_.window_queries(), n.window_queries()));
     needs_.mass(std::max(needs_.mass(), n.mass()));
     if (n.page_summary() != Summary::none) {
-      if (needs_.page_summary() != Summary::none && needs_.page_summary() != n.page_summary())
+      if (needs_.page_summary() != Summary::none &&
+          (needs_.page_summary() != n.page_summary() || needs_.summary_bits() != n.summary_bits()))
         refuse("different page summaries");
-      needs_.page_summary(n.page_summary());
+      needs_.page_summary(n.page_summary(), n.summary_bits());
     }
     if (n.rope() != RopeRegime::original) refuse("keys that are not at their text positions");
     if (!n.token_state().empty()) refuse("token state");

@@ -149,7 +149,7 @@ void CpuStore::summarize(int layer, int slot, int head, int page) {
   const Place p = place(layer, slot, head, page * options_.shape.page_size);
   const int tokens = std::min(options_.shape.page_size, length(layer, slot, head) - page * options_.shape.page_size);
   ops::summarize_page(p.frame, *p.layout, tokens, options_.summary, options_.shape.dtype,
-                      summary_at(layer, slot, head, page));
+                      summary_at(layer, slot, head, page), options_.summary_bits);
 }
 
 CpuStore::Place CpuStore::place(int layer, int slot, int head, int token) {

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "base/copy_units.cuh"
+#include "base/lanes.cuh"
 #include "ops/page/codes.cuh"
 #include "ops/page/summary.cuh"
 #include "store/cuda_kernels.hpp"
@@ -204,9 +205,51 @@ __device__ inline void summarize_as(const CudaStoreLayer& s, const PageLayout& l
   }
 }
 
+// The same in codes. It is a call, so that kernels stay small.
+__device__ __noinline__ inline void summarize_in_codes(const CudaStoreLayer& s, const PageLayout& l, const Head& h,
+                                                       int page, int tokens, int lane) {
+  const std::byte* frame = page_at(s, h, page);
+  std::byte* out = h.summaries + page * s.summary_bytes;
+  const bool mean = s.summary == Summary::mean;
+  constexpr int each = 8;  // elements of a lane, for up to 256
+  float low[each] = {}, high[each] = {}, least = ops::summary_limit, most = -ops::summary_limit;
+#pragma unroll
+  for (int i = 0; i < each; ++i) {
+    const int d = lane + 32 * i;
+    if (d >= l.head_dim) break;
+    ops::KeyElement keys;
+    for (int t = 0; t < tokens; ++t) keys.add(element(frame, l, true, t, d), t == 0);
+    low[i] = keys.least, high[i] = keys.most;
+    if (s.summary == Summary::centre_radius) {
+      for (int t = 0; t < tokens; ++t) keys.add_distance(element(frame, l, true, t, d), t == 0);
+      low[i] = keys.low(tokens), high[i] = keys.high(tokens);
+    } else if (mean) {
+      low[i] = high[i] = keys.mean(tokens);
+    }
+    // These leave NaN out.
+    least = fminf(least, fminf(ops::SummaryCodes::within(low[i]), ops::SummaryCodes::within(high[i])));
+    most = fmaxf(most, fmaxf(ops::SummaryCodes::within(low[i]), ops::SummaryCodes::within(high[i])));
+  }
+  const ops::SummaryCodes codes(cuda::least_of_lanes(least), cuda::most_of_lanes(most));
+#pragma unroll
+  for (int i = 0; i < each; ++i) {
+    const int d = lane + 32 * i;
+    if (d >= l.head_dim) break;
+    if (mean)
+      out[d] = codes.nearest(low[i]);
+    else
+      out[d] = codes.below(low[i]), out[l.head_dim + d] = codes.above(high[i]);
+  }
+  if (lane == 0) codes.put(out, mean ? l.head_dim : 2 * l.head_dim);
+}
+
 __device__ inline void summarize(const CudaStoreLayer& s, const Head& h, int page, int tokens, int lane) {
   if (s.summary == Summary::none) return;
-  summarize_as(s, s.mixed ? layout_at(s, h, page) : s.layout, h, page, tokens, lane);
+  const PageLayout& l = s.mixed ? layout_at(s, h, page) : s.layout;
+  if (s.summary_bits == 8)
+    summarize_in_codes(s, l, h, page, tokens, lane);
+  else
+    summarize_as(s, l, h, page, tokens, lane);
 }
 
 // A lane's part of a row: 8 neighbouring elements, so that its loads and stores are wide.

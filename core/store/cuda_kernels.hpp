@@ -58,6 +58,7 @@ struct CudaStoreLayer {
   std::byte* summaries = nullptr;       // [slot, kv_head, page] or null
   std::int64_t summary_bytes = 0;
   Summary summary = Summary::none;
+  int summary_bits = 16;
   PageLayout layout, host_layout, lower_layout;  // of the device's first codec, the host tier, the second codec
   // Pages have several layouts: the tiers' codecs differ, so that pages which cross are encoded anew, or the device has
   // two codecs.

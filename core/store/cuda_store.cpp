@@ -243,6 +243,7 @@ CudaStoreLayer CudaStore::layer(int index) const {
   if (lower_pages_) l.lower_pages = lower_pages_.as<std::int32_t>() + head;
   l.length = length_.as<std::int32_t>() + head;
   l.summary = options_.summary;
+  l.summary_bits = options_.summary_bits;
   l.summary_bytes = summary_bytes_;
   if (summary_bytes_) l.summaries = summary_pool_.as<>() + entry * static_cast<std::size_t>(summary_bytes_);
   l.layout = layouts_[0];
@@ -596,6 +597,7 @@ Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kv
   a.pool = l.pool[0];
   a.error = &l.counters->error;
   a.summary = l.summary;
+  a.summary_bits = l.summary_bits;
   if (l.summaries) {
     a.summaries = View<std::byte, 4>::dense(
         l.summaries, {s.max_slots, s.kv_heads, static_cast<std::int64_t>(pages_per_head_), summary_bytes_});

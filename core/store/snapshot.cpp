@@ -89,6 +89,7 @@ std::vector<std::int64_t> kind_of(const StoreOptions& o, std::size_t state_bytes
                                  static_cast<std::int64_t>(s.dtype),
                                  static_cast<std::int64_t>(o.rope),
                                  static_cast<std::int64_t>(o.summary),
+                                 o.summary_bits,
                                  static_cast<std::int64_t>(o.token_state.size()),
                                  static_cast<std::int64_t>(o.archive),
                                  static_cast<std::int64_t>(state_bytes)};

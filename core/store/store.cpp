@@ -108,8 +108,7 @@ Store::Store(const StoreOptions& options, Stream stream)
 }
 
 std::int64_t Store::summary_bytes(const StoreOptions& o) {
-  return std::int64_t{summary_vectors(o.summary)} * o.shape.head_dim *
-         static_cast<std::int64_t>(size_of(o.shape.dtype));
+  return kvlab::summary_bytes(o.summary, o.summary_bits, o.shape.dtype, o.shape.head_dim);
 }
 
 void Store::count_fetched(const PageLayout& l, std::int64_t tokens) {
@@ -624,6 +623,7 @@ Summaries Store::summaries_at(const std::byte* layer) const {
   Summaries out;
   out.kind = options_.summary;
   out.dtype = options_.shape.dtype;
+  out.bits = options_.summary_bits;
   if (options_.summary == Summary::none) return out;
   out.page_stride = summary_bytes_;
   out.head_stride = summary_bytes_ * static_cast<std::int64_t>(pages_per_head_);

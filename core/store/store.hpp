@@ -40,6 +40,7 @@ struct StoreOptions {
   RopeRegime rope = RopeRegime::original;
   RopeTable rope_table;
   Summary summary = Summary::none;
+  int summary_bits = 16;  // or 8
   std::vector<std::string> token_state;
   std::int64_t device_limit = -1, host_limit = -1;  // bytes of frames; -1 = none
   std::int64_t scratch_limit = -1;                  // bytes of a workspace's scratch; -1 = none

@@ -14,14 +14,15 @@ class ArkVale final : public kvlab::Policy {
         dense_(p.get<int>("dense_layers")),
         keeps_best_(p.get<bool>("keep_best")),
         reads_resident_(p.get<bool>("resident")),
-        summary_(p.get<bool>("mean_radius") ? kvlab::Summary::centre_radius : kvlab::Summary::min_max) {
+        summary_(p.get<bool>("mean_radius") ? kvlab::Summary::centre_radius : kvlab::Summary::min_max),
+        bits_(p.get<int>("summary_bits")) {
     choice_.rule = p.get<kvlab::GroupRule>("group");
     choice_.scale = p.get<float>("scale");
     choice_.leave_out = pins_;
   }
 
   kvlab::Needs needs() const override {
-    return kvlab::Needs{}.page_summary(summary_).dense_layers(dense_).host_pages(true).capturable(capturable_);
+    return kvlab::Needs{}.page_summary(summary_, bits_).dense_layers(dense_).host_pages(true).capturable(capturable_);
   }
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace&) override {
@@ -65,20 +66,21 @@ class ArkVale final : public kvlab::Policy {
   int top_, dense_, pinned_ = 0;
   bool keeps_best_, reads_resident_, capturable_ = true;
   kvlab::Summary summary_;
+  int bits_;
   kvlab::PageChoice choice_;
 };
 
 }  // namespace
 
-KVLAB_PLUGIN(kvlab::policy<ArkVale>("arkvale",
-                                    "pages come back from the host when a step ranks them high (Chen et al. 2024)")
-                 .param("sinks", 64, 0, kvlab::any, "first tokens that stay on the device, in whole pages")
-                 .param("window", 33, 1, kvlab::any, "newest tokens that stay on the device, in whole pages")
-                 .param("top", 1280, 1, kvlab::any,
-                        "most tokens of a step's best pages; they take half of the budget at most")
-                 .param("group", kvlab::GroupRule::mean, "how a GQA group's page scores become one")
-                 .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
-                 .param("dense_layers", 2, 0, kvlab::any, "first layers that attend to everything")
-                 .component("mean_radius", "boxes of the keys' mean distance from the centre; off = of their extremes")
-                 .component("keep_best", "the pages with the lowest scores leave; off = the oldest")
-                 .component("resident", "attention reads all pages on the device; off = the best, sinks and window"))
+KVLAB_PLUGIN(
+    kvlab::policy<ArkVale>("arkvale", "pages come back from the host when a step ranks them high (Chen et al. 2024)")
+        .param("sinks", 64, 0, kvlab::any, "first tokens that stay on the device, in whole pages")
+        .param("window", 33, 1, kvlab::any, "newest tokens that stay on the device, in whole pages")
+        .param("top", 1280, 1, kvlab::any, "most tokens of a step's best pages; they take half of the budget at most")
+        .param("group", kvlab::GroupRule::mean, "how a GQA group's page scores become one")
+        .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
+        .param("dense_layers", 2, 0, kvlab::any, "first layers that attend to everything")
+        .param("summary_bits", 16, 8, 16, "of a number of a page's summary: 16, in the run's dtype, or 8, in codes")
+        .component("mean_radius", "boxes of the keys' mean distance from the centre; off = of their extremes")
+        .component("keep_best", "the pages with the lowest scores leave; off = the oldest")
+        .component("resident", "attention reads all pages on the device; off = the best, sinks and window"))

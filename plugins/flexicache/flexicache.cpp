@@ -12,6 +12,7 @@ class FlexiCache final : public kvlab::Policy {
  public:
   explicit FlexiCache(const kvlab::Params& p)
       : dense_(p.get<int>("dense_layers")),
+        bits_(p.get<int>("summary_bits")),
         period_(p.get<bool>("stability_aware") ? p.get<int>("rerank_every") : 1),
         reranks_(p.get<bool>("reranking")),
         unstable_heads_(p.get<bool>("unstable_heads")),
@@ -25,7 +26,7 @@ class FlexiCache final : public kvlab::Policy {
 
   kvlab::Needs needs() const override {
     return kvlab::Needs{}
-        .page_summary(kvlab::Summary::min_max)
+        .page_summary(kvlab::Summary::min_max, bits_)
         .dense_layers(dense_)
         .host_pages(true)
         .pauses(pauses_)
@@ -83,7 +84,7 @@ class FlexiCache final : public kvlab::Policy {
                 {.heads = heads.except(unstable_.of(kv)), .pins = pins_, .reuse = reuses_, .when = when});
   }
 
-  int dense_, period_;
+  int dense_, bits_, period_;
   bool reranks_, unstable_heads_, reuses_, overlaps_, pauses_, capturable_ = true;
   kvlab::Pins pins_;
   kvlab::PageChoice choice_;
@@ -102,6 +103,7 @@ KVLAB_PLUGIN(
         .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
         .param("pause", false, "a sequence sits steps out until its pages are there; false: they come beside the step")
         .param("dense_layers", 0, 0, kvlab::any, "first layers that attend to everything")
+        .param("summary_bits", 16, 8, 16, "of a number of a page's summary: 16, in the run's dtype, or 8, in codes")
         .component("reranking", "stable heads choose again while decoding; off = the prompt's choice stays")
         .component("unstable_heads", "the profile's unstable heads stay on the device; off = all heads are stable")
         .component("frame_reuse", "pages that come take the frames of pages that leave; off = frames of the pool")

@@ -14,6 +14,7 @@ class FreeKv final : public kvlab::Policy {
       : pins_{.first = p.get<int>("sinks"), .last = p.get<int>("window")},
         threshold_(p.get<bool>("correction") ? p.get<float>("threshold") : -std::numeric_limits<float>::infinity()),
         dense_(p.get<int>("dense_layers")),
+        bits_(p.get<int>("summary_bits")),
         speculation_(p.get<bool>("speculation")) {
     choice_.rule = p.get<kvlab::GroupRule>("group");
     choice_.scale = p.get<float>("scale");
@@ -22,7 +23,7 @@ class FreeKv final : public kvlab::Policy {
 
   kvlab::Needs needs() const override {
     return kvlab::Needs{}
-        .page_summary(kvlab::Summary::min_max)
+        .page_summary(kvlab::Summary::min_max, bits_)
         .dense_layers(dense_)
         .host_pages(true)
         .observe_beside(true)
@@ -73,7 +74,7 @@ class FreeKv final : public kvlab::Policy {
 
   kvlab::Pins pins_;
   float threshold_;
-  int dense_;
+  int dense_, bits_;
   bool speculation_, capturable_ = true;
   kvlab::PageChoice choice_;
   kvlab::KeptPages chosen_;
@@ -90,5 +91,7 @@ KVLAB_PLUGIN(kvlab::policy<FreeKv>("freekv", "speculative retrieval from the hos
                  .param("group", kvlab::GroupRule::softmax_mean, "how a GQA group's page scores become one")
                  .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
                  .param("dense_layers", 1, 0, kvlab::any, "first layers that attend to everything")
+                 .param("summary_bits", 16, 8, 16,
+                        "of a number of a page's summary: 16, in the run's dtype, or 8, in codes")
                  .component("speculation", "pages of the previous step's query; off = each step waits for its own")
                  .component("correction", "heads whose query turned choose again before attention"))

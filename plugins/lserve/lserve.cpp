@@ -21,6 +21,7 @@ class LServe final : public kvlab::Policy {
         sparsity_(p.get<bool>("retrieval_heads") ? p.get<double>("sparsity") : 1),
         reads_gates_(p.get<bool>("retrieval_heads")),
         tokens_(p.get<int>("tokens")),
+        bits_(p.get<int>("summary_bits")),
         prompt_window_(p.get<int>("prompt_window")),
         period_(p.get<bool>("reuse") ? p.get<int>("choose_every") : 1) {
     rule_.rule = p.get<kvlab::GroupRule>("group");
@@ -31,7 +32,11 @@ class LServe final : public kvlab::Policy {
   }
 
   kvlab::Needs needs() const override {
-    return kvlab::Needs{}.own_amount(true).page_summary(kvlab::Summary::min_max).profile(reads_gates_).capturable(true);
+    return kvlab::Needs{}
+        .own_amount(true)
+        .page_summary(kvlab::Summary::min_max, bits_)
+        .profile(reads_gates_)
+        .capturable(true);
   }
 
   void load_profile(const kvlab::Profile& profile) override { gates_ = profile.at("gate").values; }
@@ -104,7 +109,7 @@ class LServe final : public kvlab::Policy {
   kvlab::Pins pins_;  // of streaming heads
   double sparsity_;
   bool reads_gates_;
-  int tokens_, prompt_window_, period_;
+  int tokens_, bits_, prompt_window_, period_;
   kvlab::PageChoice rule_;
   kvlab::GroupChoice choice_;
   std::vector<float> gates_;     // [layer, kv_head]
@@ -135,5 +140,6 @@ KVLAB_PLUGIN(
                "tokens of the text that a choice of pages serves; a divisor of the page size")
         .param("group", kvlab::GroupRule::max, "how the page scores of the query heads of a KV head become one")
         .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
+        .param("summary_bits", 16, 8, 16, "of a number of a page's summary: 16, in the run's dtype, or 8, in codes")
         .component("reuse", "a choice serves choose_every steps; off = each step chooses")
         .component("retrieval_heads", "the profile's gates decide; off = every head is a streaming head"))

@@ -12,10 +12,11 @@ class Quest final : public kvlab::Selector {
         dense_(p.get<int>("dense_layers")),
         min_pages_(p.get<int>("min_pages")),
         pins_{.newest_page = p.get<bool>("last_page")},
-        summary_(p.get<bool>("page_bounds") ? kvlab::Summary::min_max : kvlab::Summary::mean) {}
+        summary_(p.get<bool>("page_bounds") ? kvlab::Summary::min_max : kvlab::Summary::mean),
+        bits_(p.get<int>("summary_bits")) {}
 
   kvlab::Needs needs() const override {
-    return kvlab::Needs{}.page_summary(summary_).dense_layers(dense_).min_pages(min_pages_).capturable(true);
+    return kvlab::Needs{}.page_summary(summary_, bits_).dense_layers(dense_).min_pages(min_pages_).capturable(true);
   }
   kvlab::Pins pins() const override { return pins_; }
   void select(const kvlab::LayerStep& step, kvlab::PageList out, kvlab::Stream s) override {
@@ -30,6 +31,7 @@ class Quest final : public kvlab::Selector {
   int dense_, min_pages_;
   kvlab::Pins pins_;
   kvlab::Summary summary_;
+  int bits_;
 };
 
 }  // namespace
@@ -41,4 +43,6 @@ KVLAB_PLUGIN(kvlab::selector<Quest>("quest", "page-level query-aware selection (
                  .param("min_pages", 3, 1, kvlab::any, "least pages per KV head")
                  .param("last_page", false,
                         "always attend to the newest page (the paper's kernels do, its evaluation does not)")
+                 .param("summary_bits", 16, 8, 16,
+                        "of a number of a page's summary: 16, in the run's dtype, or 8, in codes")
                  .component("page_bounds", "min-max boxes of the keys; off = the page's mean key"))

@@ -28,7 +28,8 @@ class Twilight final : public kvlab::Policy {
         int4_(p.get<Estimate>("estimate") == Estimate::int4),
         tokens_(p.get<int>("tokens")),
         share_(p.get<double>("share")),
-        dense_(p.get<int>("dense_layers")) {
+        dense_(p.get<int>("dense_layers")),
+        bits_(p.get<int>("summary_bits")) {
     choice_.rule = p.get<kvlab::GroupRule>("group");
     choice_.scale = p.get<float>("scale");
     choice_.newest_page = true;
@@ -38,7 +39,7 @@ class Twilight final : public kvlab::Policy {
   kvlab::Needs needs() const override {
     return kvlab::Needs{}
         .own_amount(true)
-        .page_summary(kvlab::Summary::min_max)
+        .page_summary(kvlab::Summary::min_max, bits_)
         .dense_layers(dense_)
         .capturable(tokens_ > 0);
   }
@@ -105,7 +106,7 @@ class Twilight final : public kvlab::Policy {
   bool int4_;
   int tokens_;
   double share_;
-  int dense_;
+  int dense_, bits_;
   kvlab::PageChoice choice_;
   kvlab::KeptKeyCodes codes_;
 };
@@ -127,4 +128,5 @@ KVLAB_PLUGIN(
         .param("group", kvlab::GroupRule::max, "how a GQA group's page scores become one")
         .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
         .param("dense_layers", 2, 0, kvlab::any, "first layers that attend to everything")
+        .param("summary_bits", 16, 8, 16, "of a number of a page's summary: 16, in the run's dtype, or 8, in codes")
         .component("top_p", "off = attention reads all candidates whose weight is not 0"))

@@ -148,20 +148,34 @@ struct StateColumn {
   int column = 0;
 };
 
-// Per-page summaries of the keys, in the run's dtype. min_max: [2, head_dim] = minimum, maximum. mean: [1, head_dim].
-// centre_radius: [2, head_dim] = centre - radius, centre + radius. The centre is (minimum + maximum) / 2, the radius
-// the mean of the keys' distances from it, both element by element. The box lies inside that of min_max, and keys may
-// lie outside of it. Both boxes are rounded outwards in 16 bits.
+// Per-page summaries of the keys, in the run's dtype or in codes. min_max: [2, head_dim] = minimum, maximum. mean: [1,
+// head_dim]. centre_radius: [2, head_dim] = centre - radius, centre + radius. The centre is (minimum + maximum) / 2,
+// the radius the mean of the keys' distances from it, both element by element. The box lies inside that of min_max, and
+// keys may lie outside of it. Both boxes are rounded outwards in 16 bits and in codes.
 enum class Summary : std::uint8_t { none, min_max, mean, centre_radius };
 
 // Vectors of head_dim that the summary of a page has. A summary of two is a box.
 constexpr int summary_vectors(Summary kind) { return kind == Summary::none ? 0 : kind == Summary::mean ? 1 : 2; }
+
+// Bytes of a page's summary. bits 16: the numbers in `dtype`, which may be f32. bits 8: codes of 8 bits, then an f32
+// scale and an f32 zero that they share, then zeros up to a multiple of 16 bytes.
+// A code reads as code * scale + zero in f32, with both roundings. zero = the least number. scale = (most - least) *
+// 0x1.010108p-8, at least 2^-126. That is a little more than a 255th, so code 255 reaches the most. A box's low end has
+// the greatest code that reads as no more than it, its high end the least code that reads as no less. A mean has the
+// code nearest to (x - zero) * (1 / scale), ties to even. Numbers count as within +-2^100. NaN counts neither for least
+// nor for most. As a low end or a mean it has code 0, as a high end 255.
+constexpr std::int64_t summary_bytes(Summary kind, int bits, DType dtype, int head_dim) {
+  const std::int64_t numbers = std::int64_t{summary_vectors(kind)} * head_dim;
+  if (numbers == 0 || bits != 8) return numbers * static_cast<std::int64_t>(size_of(dtype));
+  return (numbers + 2 * static_cast<std::int64_t>(sizeof(float)) + 15) / 16 * 16;
+}
 
 struct Summaries {
   Summary kind = Summary::none;
   DType dtype = DType::bf16;
   const std::byte* data = nullptr;
   std::int64_t slot_stride = 0, head_stride = 0, page_stride = 0;  // bytes
+  int bits = 16;                                                   // or 8: codes; see summary_bytes
   const std::byte* at(int slot, int head, int page) const {
     return data + slot * slot_stride + head * head_stride + page * page_stride;
   }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "kvlab/edits.hpp"
+#include "kvlab/error.hpp"
 #include "kvlab/kv.hpp"
 #include "kvlab/profile.hpp"
 #include "kvlab/prompt_mask.hpp"
@@ -50,7 +51,13 @@ class Needs {
     mass_into_ = {name, rule, when};
     return token_state(std::move(name));
   }
-  Needs& page_summary(Summary s) { return summary_ = s, *this; }   // per page, kept up to date by append and evict
+  // Per page, kept up to date by append and evict. bits: 16, in the run's dtype, or 8, in codes; else Errc::config.
+  Needs& page_summary(Summary s, int bits = 16) {
+    if (bits != 16 && bits != 8)
+      throw Error(Errc::config, "got page summaries of " + std::to_string(bits) + " bits, wanted 16 or 8");
+    summary_bits_ = bits;
+    return summary_ = s, *this;
+  }
   Needs& dense_layers(int n) { return dense_layers_ = n, *this; }  // first layers that are never selected or evicted
   Needs& min_pages(int n) { return min_pages_ = n, *this; }        // least pages that a Selector attends to
   Needs& rope(RopeRegime r) { return rope_ = r, *this; }
@@ -113,6 +120,7 @@ class Needs {
   const MassState& mass_into() const { return mass_into_; }
   Mass any_mass() const { return mass_ > mass_into_.when ? mass_ : mass_into_.when; }  // in either form
   Summary page_summary() const { return summary_; }
+  int summary_bits() const { return summary_bits_; }
   int dense_layers() const { return dense_layers_; }
   int min_pages() const { return min_pages_; }
   RopeRegime rope() const { return rope_; }
@@ -146,6 +154,7 @@ class Needs {
   Mass mass_ = Mass::none;
   MassState mass_into_;
   Summary summary_ = Summary::none;
+  int summary_bits_ = 16;
   int dense_layers_ = 0;
   int min_pages_ = 0;
   RopeRegime rope_ = RopeRegime::original;

@@ -9,6 +9,7 @@
 #include "base/half.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/codes.hpp"
+#include "ops/page/summary_codes.hpp"
 
 namespace kvlab::ops {
 namespace {
@@ -298,8 +299,53 @@ void copy_page(const std::byte* from, const PageLayout& lf, std::byte* to, const
   for (int t = 0; t < p; ++t) copy_rest(from, lf, t, to, lt, t);
 }
 
-void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Summary kind, DType dtype,
-                    std::byte* out) {
+namespace {
+
+// What a number of a summary in codes counts as (summary_bytes).
+float within_codes(float x) { return std::min(std::max(x, -summary_limit), summary_limit); }
+
+// Writes the codes of a page's summary: of lo and hi [dim], or where hi is null of means lo.
+void encode_summary(const float* lo, const float* hi, int dim, std::byte* out) {
+  float least = summary_limit, most = -summary_limit;
+  for (const float* side : {lo, hi})
+    for (int d = 0; side && d < dim; ++d) {
+      if (std::isnan(side[d])) continue;
+      least = std::min(least, within_codes(side[d]));
+      most = std::max(most, within_codes(side[d]));
+    }
+  const float zero = least + 0.f;  // no -0: which of two zeros came first does not matter
+  const float scale = std::max((most - least) * summary_step, least_summary_scale), inverse = 1 / scale;
+  const auto number = [&](int code) { return static_cast<float>(code) * scale + zero; };
+  const auto place = [&](float x) { return std::min(std::max((x - zero) * inverse, 0.f), 255.f); };
+  for (int d = 0; d < dim; ++d) {
+    const float low = within_codes(lo[d]);
+    if (!hi) {
+      out[d] = static_cast<std::byte>(std::isnan(low) ? 0 : static_cast<int>(std::nearbyint(place(low))));
+      continue;
+    }
+    const float high = within_codes(hi[d]);
+    int below = 0, above = 255;
+    if (!std::isnan(low)) {
+      below = static_cast<int>(place(low));
+      if (below > 0 && number(below) > low) --below;
+      if (below < 255 && number(below + 1) <= low) ++below;
+    }
+    if (!std::isnan(high)) {
+      above = static_cast<int>(std::ceil(place(high)));
+      if (above < 255 && number(above) < high) ++above;
+      if (above > 0 && number(above - 1) >= high) --above;
+    }
+    out[d] = static_cast<std::byte>(below), out[dim + d] = static_cast<std::byte>(above);
+  }
+  const int numbers = hi ? 2 * dim : dim;
+  const float shared[] = {scale, zero, 0, 0};  // the zeros fill up to 16 bytes
+  std::memcpy(out + numbers, shared, numbers % 16 ? 8 : 16);
+}
+
+}  // namespace
+
+void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Summary kind, DType dtype, std::byte* out,
+                    int bits) {
   if (kind == Summary::none) return;
   if (tokens < 1 || tokens > l.page_size)
     fail(Errc::internal, "summarize_page",
@@ -318,8 +364,11 @@ void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Sum
     }
   }
   if (kind == Summary::centre_radius) draw_in(frame, l, tokens, lo, hi);
-  if (kind == Summary::mean) {
+  if (kind == Summary::mean)
     for (int d = 0; d < dim; ++d) total[d] /= static_cast<float>(tokens);
+  if (bits == 8) {
+    kind == Summary::mean ? encode_summary(total, nullptr, dim, out) : encode_summary(lo, hi, dim, out);
+  } else if (kind == Summary::mean) {
     encode(total, dim, dtype, out);
   } else if (dtype == DType::f32) {
     encode(lo, dim, dtype, out);

@@ -35,7 +35,8 @@ void copy_token(const std::byte* from, const PageLayout& lf, int offset_from, st
 void copy_page(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt);
 
 // Writes the summary of one page's first `tokens` >= 1 keys, as stored, to out (Summaries' element layout).
-void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Summary kind, DType dtype, std::byte* out);
+void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Summary kind, DType dtype, std::byte* out,
+                    int bits = 16);
 
 // Decodes one head's tokens [0, tokens) to out, f32 [tokens, head_dim]. In the cache_relative regime it rotates keys by
 // rank.

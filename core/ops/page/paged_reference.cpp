@@ -259,11 +259,51 @@ void copy_page_reference(const std::byte* from, const PageLayout& lf, std::byte*
   }
 }
 
+namespace {
+
+// Looks for each code among all of them. sides: [2 or 1, head_dim], of a box or of means.
+void encode_summary_reference(const std::vector<std::vector<double>>& sides, std::byte* out) {
+  const double limit = std::ldexp(1., 100);
+  double least = limit, most = -limit;
+  std::vector<std::vector<float>> within(sides.size());
+  for (std::size_t s = 0; s < sides.size(); ++s)
+    for (double x : sides[s]) {
+      if (!std::isnan(x)) x = std::clamp(x, -limit, limit), least = std::min(least, x), most = std::max(most, x);
+      within[s].push_back(static_cast<float>(x));
+    }
+  const float zero = static_cast<float>(least) == 0 ? 0.f : static_cast<float>(least);
+  float scale = (static_cast<float>(most) - zero) * 0x1.010108p-8f;
+  if (!(scale > 0x1p-126f)) scale = 0x1p-126f;
+  float number[256];
+  for (int c = 0; c < 256; ++c) number[c] = static_cast<float>(c) * scale + zero;
+  std::byte* to = out;
+  for (std::size_t s = 0; s < sides.size(); ++s)
+    for (const float x : within[s]) {
+      const bool high = s == 1;
+      int code = high ? 255 : 0;
+      if (sides.size() == 1 && !std::isnan(x))
+        code = static_cast<int>(std::clamp(std::nearbyint((double{x} - double{zero}) / double{scale}), 0., 255.));
+      else if (!std::isnan(x))
+        for (int c = 0; c < 256; ++c) {
+          if (!high && number[c] <= x) code = c;
+          if (high && number[255 - c] >= x) code = 255 - c;
+        }
+      *to++ = static_cast<std::byte>(code);
+    }
+  const std::size_t numbers = static_cast<std::size_t>(to - out);
+  std::memset(to, 0, (numbers + 8 + 15) / 16 * 16 - numbers);
+  std::memcpy(to, &scale, 4);
+  std::memcpy(to + 4, &zero, 4);
+}
+
+}  // namespace
+
 void summarize_page_reference(const std::byte* frame, const PageLayout& l, int tokens, Summary kind, DType dtype,
-                              std::byte* out) {
+                              std::byte* out, int bits) {
   if (kind == Summary::none) return;
   std::vector<std::vector<float>> keys(tokens, std::vector<float>(l.head_dim));
   for (int t = 0; t < tokens; ++t) read_row_reference(frame, l, KvSide::key, t, keys[t].data());
+  std::vector<std::vector<double>> sides(kind == Summary::mean ? 1 : 2);
   for (int d = 0; d < l.head_dim; ++d) {
     double lo = keys[0][d], hi = lo, sum = 0;
     for (int t = 0; t < tokens; ++t) {
@@ -278,7 +318,10 @@ void summarize_page_reference(const std::byte* frame, const PageLayout& l, int t
       lo = centre - distances / tokens;
       hi = centre + distances / tokens;
     }
-    if (kind == Summary::mean) {
+    if (bits == 8) {
+      sides[0].push_back(kind == Summary::mean ? sum / tokens : lo);
+      if (kind != Summary::mean) sides[1].push_back(hi);
+    } else if (kind == Summary::mean) {
       put_element(out, dtype, d, sum / tokens);
     } else if (dtype == DType::f32) {
       put_element(out, dtype, d, lo);
@@ -288,6 +331,7 @@ void summarize_page_reference(const std::byte* frame, const PageLayout& l, int t
       put(out, l.head_dim + d, bound(hi, true));
     }
   }
+  if (bits == 8) encode_summary_reference(sides, out);
 }
 
 void token_positions_reference(const PagedKv& kv, int row, int head, int tokens, std::int32_t* positions) {

@@ -16,7 +16,7 @@ void copy_token_reference(const std::byte* from, const PageLayout& lf, int offse
                           const PageLayout& lt, int offset_to);
 void copy_page_reference(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt);
 void summarize_page_reference(const std::byte* frame, const PageLayout& l, int tokens, Summary kind, DType dtype,
-                              std::byte* out);
+                              std::byte* out, int bits = 16);
 void gather_rows_reference(const PagedKv& kv, int row, int head, KvSide side, int tokens, float* out);
 void token_ranks_reference(const PagedKv& kv, int row, int head, int tokens, std::int32_t* rank);
 void token_positions_reference(const PagedKv& kv, int row, int head, int tokens, std::int32_t* positions);

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "base/finite.hpp"
+#include "base/lanes.cuh"
 #include "base/launch.cuh"
 #include "ops/page/codes.cuh"
 #include "ops/page/paged.cuh"
@@ -157,9 +158,18 @@ __device__ __forceinline__ constexpr int bits_of(Element e) {
 }
 
 // stored_bounds: the kernel widens the stored bounds by the new key. For bounds, mean and centre it reads all keys of
-// the page.
-enum class Summed { nothing, stored_bounds, bounds, mean, centre };
+// the page, and so for all of these in codes.
+enum class Summed { nothing, stored_bounds, bounds, mean, centre, coded_bounds, coded_mean, coded_centre };
 __device__ __forceinline__ constexpr bool reads_page(Summed how) { return how >= Summed::bounds; }
+__device__ __forceinline__ constexpr bool in_codes(Summed how) { return how >= Summed::coded_bounds; }
+__device__ __forceinline__ constexpr bool is_mean(Summed how) {
+  return how == Summed::mean || how == Summed::coded_mean;
+}
+__device__ __forceinline__ constexpr bool is_centre(Summed how) {
+  return how == Summed::centre || how == Summed::coded_centre;
+}
+// Floats of shared memory: a key, which ends of a box replace, then other ends, and least and most number of each warp.
+constexpr int page_room(Summed how) { return in_codes(how) ? 2 * most_dim + 2 * threads / 32 : most_dim; }
 
 // A lane's elements of a page's stored bounds. They are unpacked later, so that other loads are in flight.
 class StoredBound {
@@ -266,17 +276,38 @@ class Column {
   unsigned raw_[batch], meta_[coded(E) ? batch : 1];
 };
 
+// The block writes a summary in codes: of ends [2, most_dim], or of means, ends [0]. least, most: of the thread's
+// numbers.
+template <bool Mean>
+__device__ void put_codes(float* ends, int dim, float least, float most, std::byte* summary) {
+  least = least_of_lanes(least), most = most_of_lanes(most);
+  float* of_warps = ends + 2 * most_dim;
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 16] = least, of_warps[threadIdx.x / 16 + 1] = most;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < threads / 32; ++w) least = fminf(least, of_warps[2 * w]), most = fmaxf(most, of_warps[2 * w + 1]);
+  const SummaryCodes codes(least, most);
+  for (int d = static_cast<int>(threadIdx.x); d < dim; d += threads) {
+    if (Mean)
+      summary[d] = codes.nearest(ends[d]);
+    else
+      summary[d] = codes.below(ends[d]), summary[dim + d] = codes.above(ends[most_dim + d]);
+  }
+  if (threadIdx.x == 0) codes.put(summary, Mean ? dim : 2 * dim);
+}
+
 // The block writes the summary of a page of `tokens` keys before the new one, which key [head_dim] holds once store()
-// returns true. The whole block calls store(), and each thread has elements of its own.
+// returns true. The whole block calls store(), and each thread has elements of its own. key: page_room(How) floats.
 template <Summed How, Element E, class Store>
-__device__ void sum_columns(const std::byte* frame, const PageLayout& l, int tokens, const float* key,
-                            std::byte* summary, const Store& store) {
+__device__ void sum_columns(const std::byte* frame, const PageLayout& l, int tokens, float* key, std::byte* summary,
+                            const Store& store) {
   const int mine = static_cast<int>(threadIdx.x), dim = l.head_dim;
   const Element e = element_of(l.dtype);
   const bool f16 = e == Element::f16;
   Column<E> column;
   if (mine < dim) column.load(frame, l, 0, tokens, mine);
   if (!store()) return;
+  float least = summary_limit, most = -summary_limit;
 #pragma unroll 1
   for (int d = mine; d < dim; d += threads) {
     KeyElement x;
@@ -291,26 +322,35 @@ __device__ void sum_columns(const std::byte* frame, const PageLayout& l, int tok
       add(key[d], tokens == 0);
     };
     for_keys(d != mine, [&](float k, bool first) { x.add(k, first); });
-    if (How == Summed::centre) for_keys(tokens > column.batch, [&](float k, bool first) { x.add_distance(k, first); });
+    if (is_centre(How)) for_keys(tokens > column.batch, [&](float k, bool first) { x.add_distance(k, first); });
     const auto put = [&](int at, float y, unsigned short bits) {
       if (e == Element::f32)
         reinterpret_cast<float*>(summary)[at] = y;
       else
         reinterpret_cast<unsigned short*>(summary)[at] = bits;
     };
-    if constexpr (How == Summed::mean) {
-      const float mean = x.mean(tokens + 1);
-      put(d, mean, nearest_bits(mean, f16));
+    const float low = is_mean(How)     ? x.mean(tokens + 1)
+                      : is_centre(How) ? x.low(tokens + 1)
+                                       : x.least,
+                high = is_mean(How)     ? low
+                       : is_centre(How) ? x.high(tokens + 1)
+                                        : x.most;
+    if constexpr (in_codes(How)) {
+      // These leave NaN out.
+      least = fminf(least, fminf(SummaryCodes::within(low), SummaryCodes::within(high)));
+      most = fmaxf(most, fmaxf(SummaryCodes::within(low), SummaryCodes::within(high)));
+      key[d] = low, key[most_dim + d] = high;
+    } else if constexpr (is_mean(How)) {
+      put(d, low, nearest_bits(low, f16));
     } else {
-      const float low = How == Summed::centre ? x.low(tokens + 1) : x.least,
-                  high = How == Summed::centre ? x.high(tokens + 1) : x.most;
       put(d, low, bound_bits(low, false, f16));
       put(dim + d, high, bound_bits(high, true, f16));
     }
   }
+  if constexpr (in_codes(How)) put_codes<is_mean(How)>(key, dim, least, most, summary);
 }
 template <Summed How, bool Coded, class Store>
-__device__ void sum_page(const std::byte* frame, const PageLayout& l, int tokens, const float* key, std::byte* summary,
+__device__ void sum_page(const std::byte* frame, const PageLayout& l, int tokens, float* key, std::byte* summary,
                          const Store& store) {
   const auto sum = [&](auto element) {
     sum_columns<How, decltype(element)::value>(frame, l, tokens, key, summary, store);
@@ -466,7 +506,7 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   };
   if constexpr (reads_page(How)) {
     if (!whole_block) return;  // a query
-    __shared__ float4 aligned[most_dim / 4];
+    __shared__ float4 aligned[page_room(How) / 4];
     __shared__ bool has_place;
     float* key = reinterpret_cast<float*>(aligned);
     const std::byte* keys = a.base + std::int64_t{last.frame} * granule_bytes;
@@ -534,6 +574,10 @@ void check(const RopeAppendArgs& a) {
 
 template <bool Coded>
 auto kernel_of(const RopeAppendArgs& in) {
+  if (in.summary_bits == 8 && in.summary != Summary::none)
+    return in.summary == Summary::mean            ? rope_append_kernel<Summed::coded_mean, Coded>
+           : in.summary == Summary::centre_radius ? rope_append_kernel<Summed::coded_centre, Coded>
+                                                  : rope_append_kernel<Summed::coded_bounds, Coded>;
   return in.summary == Summary::none            ? rope_append_kernel<Summed::nothing, Coded>
          : in.summary == Summary::mean          ? rope_append_kernel<Summed::mean, Coded>
          : in.summary == Summary::centre_radius ? rope_append_kernel<Summed::centre, Coded>
@@ -566,7 +610,7 @@ static void rope_append_cuda(const RopeAppendArgs& in, Stream s) {
   }
   const auto kernel = coded ? kernel_of<true>(in) : kernel_of<false>(in);
   unsigned all = blocks(heads);
-  if (in.summary != Summary::none && !(in.summary == Summary::min_max && in.bounds_hold)) {
+  if (in.summary != Summary::none && !(in.summary == Summary::min_max && in.summary_bits == 16 && in.bounds_hold)) {
     a.query_blocks = static_cast<int>(blocks(in.heads));
     all = static_cast<unsigned>(a.query_blocks + in.rows * in.kv_heads);
   }

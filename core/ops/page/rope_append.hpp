@@ -59,9 +59,10 @@ struct RopeAppendArgs {
   FramePool pool;                       // frames of `codec`
   std::int32_t* error = nullptr;        // the kernel ors AppendError bits into it
 
-  // Optional summaries of pages, in the cache's dtype. The kernel writes those of the pages that it extends, with the
-  // bits of ops::summarize_page.
+  // Optional summaries of pages, in the cache's dtype or in codes. The kernel writes those of the pages that it
+  // extends, with the bits of ops::summarize_page.
   Summary summary = Summary::none;
+  int summary_bits = 16;         // or 8: the kernel reads the page's keys
   View<std::byte, 4> summaries;  // [slot, kv_head, page, byte], 16-byte aligned
   bool bounds_hold = true;  // min_max: the stored bounds are those of the page's keys; else the kernel reads the keys
   std::int32_t* pages = nullptr;  // with summaries: the kernel adds the number of new pages

@@ -44,7 +44,7 @@ struct FusedArgs {
   std::int32_t* error;
   std::int32_t bad_count, bad_entry;
   int *scored, *merged;  // [pair] blocks that have come so far; zero between launches
-  int page_step;         // rows of the maps from a page's summary to the next one
+  int page_step;         // rows of the maps, or of codes steps, from a page's summary to the next one
   int parts;             // blocks of a pair
   bool dense;            // summaries have no gaps between them
   // turned_heads comes first; `last` becomes the queries. last: [slot, query head, Dim], null = the flags are there.
@@ -57,10 +57,10 @@ struct FusedArgs {
 
 // Order of dynamic shared memory: the stages of all warps, their barriers, the fragments of a pair's queries, and the
 // queries. The selection works in the stages. The list of chosen pages takes the place of fragments and queries.
-template <int Dim, int Chunks, int Tiles>
+template <class T, int Dim, int Chunks, int Tiles, bool InCodes>
 struct Room {
-  static constexpr int page_bytes = Chunks * chunk_bytes, page_rows = page_bytes / 128,
-                       tile_bytes = tile_pages * page_bytes;
+  using F = page_scores::Format<std::conditional_t<InCodes, page_scores::Codes, T>, Chunks>;
+  static constexpr int page_bytes = F::page_bytes, page_rows = page_bytes / 128, tile_bytes = tile_pages * page_bytes;
   static constexpr int stage_bytes = std::max(tile_bytes, UnitShape<Dim>::unit_bytes),
                        ring_bytes = warps * stages * stage_bytes;
   static constexpr int barriers_at = ring_bytes, fragments_at = barriers_at + warps * stages * 8,
@@ -68,7 +68,7 @@ struct Room {
   static constexpr int bytes(int group) {
     return std::max(queries_at + group * Dim * 4, fragments_at + most_pages * int{sizeof(std::uint16_t)});
   }
-  static_assert(ring_bytes >= int{sizeof(SelectShared)} && fragments_at % 16 == 0);
+  static_assert(ring_bytes >= int{sizeof(SelectShared)} && fragments_at % 16 == 0 && stage_bytes % 1024 == 0);
 };
 
 using Row = Held<threads, most_pages / threads / 4>;
@@ -190,17 +190,18 @@ __device__ __forceinline__ int below(const std::uint16_t* list, int count, int x
   return low;
 }
 
-template <class T, int Dim, int Chunks, int Tiles, bool Shares>
+template <class T, int Dim, int Chunks, int Tiles, bool Shares, bool InCodes>
 __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
     attend_chosen_kernel(const __grid_constant__ FusedArgs f, const __grid_constant__ CUtensorMap tile_map,
                          const __grid_constant__ CUtensorMap page_map, const __grid_constant__ CUtensorMap unit_map) {
-  using R = Room<Dim, Chunks, Tiles>;
+  using R = Room<T, Dim, Chunks, Tiles, InCodes>;
   using Rows = decode::PlainRows<T, Dim, 1, false>;
   using P = decode::Partial<Dim, 1>;
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ int merges;
   __shared__ Softmax of_head[most_group];
   __shared__ float cosines[most_group];
+  __shared__ page_scores::QueryHead asks[most_group];
   const page_scores::Args& c = f.choose;
   const decode::Args& a = f.attend;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
@@ -217,7 +218,10 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
   }
   __syncwarp();
   let_successor_start();
-  if (threadIdx.x == 0) fetch_map(&tile_map), fetch_map(&unit_map);
+  if (threadIdx.x == 0) {
+    if (!InCodes) fetch_map(&tile_map);
+    fetch_map(&unit_map);
+  }
   if (static_cast<int>(threadIdx.x) < a.rows) keep_load(a.slots[threadIdx.x]);  // into L1; no kernel writes them
   wait_for_predecessor();
   const std::uint64_t policy = read_once_policy();
@@ -237,13 +241,22 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
     // Scores of the block's candidates.
     const int tiles = page_scores::tiles_of(n), first_tile = tiles * part / f.parts,
               last_tile = tiles * (part + 1) / f.parts;
-    const int summary = static_cast<int>((slot * c.slot_stride + kv_head * c.head_stride) / 128);
+    const int summary = static_cast<int>((slot * c.slot_stride + kv_head * c.head_stride) / R::F::step_bytes);
     const auto copy_tile = [&](int tile, int stage) {
       if (tile >= last_tile) return;
       const int page = tile * tile_pages, count = min(tile_pages, n - page), y = summary + page * f.page_step;
       const unsigned to = my_stages + stage * R::stage_bytes, barrier = my_barriers + 8 * stage;
       if (lane == 0) barrier_expect(barrier, count * R::page_bytes);
-      if (count == tile_pages && f.dense) {
+      if constexpr (InCodes) {
+        const std::byte* from = c.data + std::int64_t{y} * R::F::step_bytes;
+        if (f.dense) {
+          if (lane == 0) bulk_load(to, from, count * R::page_bytes, barrier, policy);
+        } else {
+          __syncwarp();
+          if (lane < count)
+            bulk_load(to + lane * R::page_bytes, from + lane * c.page_stride, R::page_bytes, barrier, policy);
+        }
+      } else if (count == tile_pages && f.dense) {
         if (lane == 0) bulk_copy_2d(to, &tile_map, 0, y, barrier, policy);
       } else {
         __syncwarp();
@@ -265,7 +278,13 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
         fetch_line(entries + page);
       wait_copies();
       __syncthreads();
-      page_scores::stage_queries<T>(c, queries, Dim, Tiles, Chunks, fragments);
+      float2 heads[Tiles];
+      if constexpr (InCodes) {
+        page_scores::sum_queries(c, queries, asks);
+        __syncthreads();
+        page_scores::load_heads(c, asks, heads);
+      }
+      page_scores::stage_queries<typename R::F::Element, InCodes>(c, queries, Dim, Tiles, Chunks, fragments, asks);
       __syncthreads();
       uint4 b[Tiles][Chunks];
 #pragma unroll
@@ -277,12 +296,16 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
       for (int tile = first_tile + warp; tile < last_tile; tile += warps) {
         barrier_wait(my_barriers + 8 * here.stage, here.odd);
         float sum[Tiles][4];
-        multiply_tile<T>(my_stages + here.stage * R::stage_bytes, b, sum);
+        if constexpr (InCodes)
+          page_scores::multiply_codes(my_stages + here.stage * R::stage_bytes, b, heads, sum);
+        else
+          multiply_tile<T>(my_stages + here.stage * R::stage_bytes, b, sum);
         __syncwarp();
         copy_tile(tile + stages * warps, here.stage);
         here.next(stages);
-        page_scores::write_tile<Shares>(c, sum, row, kv_head, tile * tile_pages + lane / 4, n, scores, nullptr,
-                                        softmax);
+        page_scores::write_tile<Shares>(c, sum, row, kv_head,
+                                        tile * tile_pages + page_scores::page_of_row<InCodes>(lane / 4), n, scores,
+                                        nullptr, softmax);
       }
       if constexpr (Shares) {
         __syncthreads();
@@ -473,10 +496,10 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
   }
 }
 
-template <class T, int Dim, int Chunks, int Tiles, bool Shares>
+template <class T, int Dim, int Chunks, int Tiles, bool Shares, bool InCodes>
 void launch_kernel(FusedArgs f, const CUtensorMap& unit_map, Stream s) {
-  using R = Room<Dim, Chunks, Tiles>;
-  const auto kernel = attend_chosen_kernel<T, Dim, Chunks, Tiles, Shares>;
+  using R = Room<T, Dim, Chunks, Tiles, InCodes>;
+  const auto kernel = attend_chosen_kernel<T, Dim, Chunks, Tiles, Shares, InCodes>;
   static const cudaError_t once =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, R::bytes(most_group));
   check(once, "attend_chosen");
@@ -484,8 +507,11 @@ void launch_kernel(FusedArgs f, const CUtensorMap& unit_map, Stream s) {
   constexpr std::int64_t any = 0x7fffffff;  // no bound is needed: the kernel copies only pages that exist
   page_scores::Args& c = f.choose;
   const void* summaries = f.chooses ? static_cast<const void*>(c.data) : f.attend.base;
-  const CUtensorMap tile_map = matrix_map(summaries, half, any, 64, 64, tile_pages * R::page_rows),
-                    page_map = matrix_map(summaries, half, any, 64, 64, R::page_rows);
+  CUtensorMap tile_map = {}, page_map = {};  // codes need none
+  if constexpr (!InCodes) {
+    tile_map = matrix_map(summaries, half, any, 64, 64, tile_pages * R::page_rows);
+    page_map = matrix_map(summaries, half, any, 64, 64, R::page_rows);
+  }
   constexpr std::int64_t of_system = 1024, own = 2048;  // bytes of each block that CUDA takes; static ones, aligned
   const int bytes = R::bytes(f.attend.group), pairs = f.attend.rows * f.attend.kv_heads,
             blocks = step_multiprocessors() *
@@ -504,15 +530,20 @@ void launch_kernel(FusedArgs f, const CUtensorMap& unit_map, Stream s) {
                tile_map, page_map, unit_map);
 }
 
-template <class T, int Dim, int Chunks, int Tiles>
+template <class T, int Dim, int Chunks, int Tiles, bool InCodes = false>
 void launch_rule(const FusedArgs& f, const CUtensorMap& unit_map, Stream s) {
-  f.chooses&& f.choose.rule == GroupRule::softmax_mean ? launch_kernel<T, Dim, Chunks, Tiles, true>(f, unit_map, s)
-                                                       : launch_kernel<T, Dim, Chunks, Tiles, false>(f, unit_map, s);
+  f.chooses&& f.choose.rule == GroupRule::softmax_mean
+      ? launch_kernel<T, Dim, Chunks, Tiles, true, InCodes>(f, unit_map, s)
+      : launch_kernel<T, Dim, Chunks, Tiles, false, InCodes>(f, unit_map, s);
 }
 
 template <class T>
 void launch_shape(const FusedArgs& f, int dim, const CUtensorMap& unit_map, Stream s) {
   const bool box = !f.chooses || f.choose.box, wide = f.attend.group > 4;
+  if (f.chooses && f.choose.codes) {  // of boxes
+    if (dim == 64) return launch_rule<T, 64, 4, 2, true>(f, unit_map, s);
+    return wide ? launch_rule<T, 128, 8, 2, true>(f, unit_map, s) : launch_rule<T, 128, 8, 1, true>(f, unit_map, s);
+  }
   if (dim == 128) {
     if (box) return wide ? launch_rule<T, 128, 8, 2>(f, unit_map, s) : launch_rule<T, 128, 8, 1>(f, unit_map, s);
     return launch_rule<T, 128, 4, 2>(f, unit_map, s);
@@ -530,7 +561,7 @@ bool serves(const AttendArgs& in) {
 }
 
 bool serves(const PagedKv& kv, const Summaries& summaries, const page_scores::Args& c) {
-  return kv.layouts[0].dtype == summaries.dtype && page_scores::fits_ring(c, (c.box ? 4 : 2) * kv.head_dim) &&
+  return kv.layouts[0].dtype == summaries.dtype && page_scores::fits_ring(c) && (c.box || !c.codes) &&
          reinterpret_cast<std::uintptr_t>(c.data) % 16 == 0 && reinterpret_cast<std::uintptr_t>(c.queries) % 16 == 0 &&
          c.query_row % 4 == 0 && c.query_head % 4 == 0;
 }
@@ -550,8 +581,8 @@ static bool attend_chosen_cuda(const AttendArgs& in, const ChosenRead& read, Str
     f.choose =
         page_scores::args_of(choice->queries.f32(), choice->kv, choice->summaries, choice->choice, choice->scores);
     if (!serves(choice->kv, choice->summaries, f.choose)) return false;
-    f.page_step = static_cast<int>(choice->summaries.page_stride / 128);
-    f.dense = choice->summaries.page_stride == std::int64_t{f.choose.box ? 4 : 2} * in.kv.head_dim;
+    f.page_step = static_cast<int>(choice->summaries.page_stride / page_scores::step_bytes_of(f.choose));
+    f.dense = choice->summaries.page_stride == page_scores::row_bytes_of(f.choose);
   }
   if (const PutOffTurns* t = read.turns) {
     if (t->queries.f32().data != choice->queries.f32().data || t->kv.slots != choice->kv.slots ||

@@ -68,7 +68,12 @@ float* state_of(const StateColumn& column, int row, int head, int token) {
          token % kv.page_size;
 }
 
-double summary_element(const Summaries& s, const std::byte* summary, int d) {
+double summary_element(const Summaries& s, const std::byte* summary, int d, int head_dim) {
+  if (s.bits == 8) {
+    float shared[2];
+    std::memcpy(shared, summary + summary_vectors(s.kind) * head_dim, sizeof shared);
+    return static_cast<float>(std::to_integer<int>(summary[d])) * shared[0] + shared[1];
+  }
   if (s.dtype == DType::f32) return reinterpret_cast<const float*>(summary)[d];
   return static_cast<double>(static_cast<float>(reinterpret_cast<const bf16*>(summary)[d]));
 }
@@ -302,10 +307,10 @@ void page_score_reference(const View<const float, 3>& queries, const PagedKv& kv
         for (int d = 0; d < kv.head_dim; ++d) {
           const double q = queries(r, h * group + g, d);
           const std::byte* summary = summaries.at(kv.slots[r], h, p);
-          const double first = q * summary_element(summaries, summary, d);
+          const double first = q * summary_element(summaries, summary, d, kv.head_dim);
           score[g][p] += summaries.kind == Summary::mean
                              ? first
-                             : std::max(first, q * summary_element(summaries, summary, kv.head_dim + d));
+                             : std::max(first, q * summary_element(summaries, summary, kv.head_dim + d, kv.head_dim));
         }
     const Row x = reduced(score, rule, scale);
     for (std::size_t p = 0; p < x.size(); ++p) out(r, h, p) = static_cast<float>(x[p]);

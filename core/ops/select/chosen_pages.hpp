@@ -41,9 +41,13 @@ void chosen_in_layers(const std::vector<PutOffChoice>& choices);
 inline constexpr int most_fused_pages = 12288;  // pages of a head whose scores fit shared memory
 inline bool scores_by_tiles(const PagedKv& kv, const Summaries& s, int group) {
   const int dim = kv.head_dim;
-  return (s.dtype == DType::bf16 || s.dtype == DType::f16) && (dim == 64 || dim == 96 || dim == 128 || dim == 256) &&
-         group <= 16 && kv.kv_heads <= 1024 && s.slot_stride % 16 == 0 && s.head_stride % 16 == 0 &&
-         s.page_stride % 16 == 0 && reinterpret_cast<std::uintptr_t>(s.data) % 16 == 0;
+  if ((dim != 64 && dim != 96 && dim != 128 && dim != 256) || s.slot_stride % 16 || s.head_stride % 16 ||
+      s.page_stride % 16 || reinterpret_cast<std::uintptr_t>(s.data) % 16)
+    return false;
+  if (s.bits == 8)  // the kernel with rings alone takes codes, of both ends or means in 64 bytes at once
+    return summary_vectors(s.kind) * dim % 64 == 0 && group <= 8 && kv.kv_heads <= 768 &&
+           s.page_stride * kv.table.extent[2] <= std::int64_t{1} << 30;
+  return (s.dtype == DType::bf16 || s.dtype == DType::f16) && group <= 16 && kv.kv_heads <= 1024;
 }
 inline bool chooses_at_once(const PagedKv& kv, const Summaries& s, int group, const Scores& scores) {
   return scores_by_tiles(kv, s, group) && std::min(kv.table.extent[2], scores.extent[2]) <= most_fused_pages;

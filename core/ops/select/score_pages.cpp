@@ -1,6 +1,8 @@
 #include <kvlab/ops.hpp>
 
 #include <algorithm>
+#include <cstring>
+#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -21,10 +23,12 @@ namespace {
 
 struct Scratch {
   std::vector<float> queries, scores;
+  std::vector<std::uint16_t> plain;  // f16 {1, 0} of each row: the kernel then multiplies codes
 };
+constexpr std::uint16_t half_of_one = 0x3c00;
 
 // max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi. So a box [lo, hi] scores as the product of one row of 2 * head_dim
-// with the split query.
+// with the split query. Codes of that row share scale and zero: the score is scale * (q . codes) + zero * sum(q).
 void split_query(const float* q, int dim, float* out) {
   for (int d = 0; d < dim; ++d) {
     out[d] = std::min(q[d], 0.f);
@@ -52,8 +56,26 @@ void score_head(const View<const float, 2>& queries, const PagedKv& kv, const Su
   runs[0].data = summaries.at(kv.slots[row], head, first);
   runs[0].stride = summaries.page_stride;
   runs[0].count = pages;
-  runs[0].kind = summaries.dtype == DType::f32 ? RowKind::f32 : RowKind::bf16;
+  if (summaries.bits == 8) {
+    x.plain.resize(std::size_t(pages) * 2);
+    for (int p = 0; p < pages; ++p) x.plain[2 * p] = half_of_one;
+    runs[0].kind = RowKind::u8;
+    runs[0].meta = x.plain.data();
+  } else {
+    runs[0].kind = summaries.dtype == DType::f32 ? RowKind::f32 : RowKind::bf16;
+  }
   row_kernels().dot(runs, 1, width, x.queries.data(), width, group, 1.f, x.scores.data(), stride);
+  if (summaries.bits == 8)
+    for (int g = 0; g < group; ++g) {
+      const float* q = &queries(head * group + g, 0);
+      const float sum = std::accumulate(q, q + dim, 0.f);
+      for (int p = 0; p < pages; ++p) {
+        float shared[2];  // scale and zero
+        std::memcpy(shared, summaries.at(kv.slots[row], head, first + p) + width, sizeof shared);
+        float& score = x.scores[std::size_t(g) * stride + p];
+        score = score * shared[0] + sum * shared[1];
+      }
+    }
   reduce_group(x.scores.data(), stride, group, pages, rule, scale, out);
 }
 
@@ -62,7 +84,7 @@ void check(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summari
   check_kv(kv, op, s);
   if (queries.dtype != DType::f32)
     fail(Errc::unsupported, op, std::string("got queries of ") + name_of(queries.dtype) + ", wanted f32");
-  if (summaries.dtype != DType::f32 && summaries.dtype != DType::bf16 &&
+  if (summaries.bits != 8 && summaries.dtype != DType::f32 && summaries.dtype != DType::bf16 &&
       (summaries.dtype != DType::f16 || s.device() == Device::cpu))
     fail(Errc::unsupported, op, std::string("got summaries of ") + name_of(summaries.dtype) + ", wanted f32 or bf16");
   if (summaries.kind == Summary::none || !summaries.data)

@@ -112,7 +112,11 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
   }
 }
 
-__device__ __forceinline__ float summary_element(const std::byte* summary, DType dtype, int d) {
+__device__ __forceinline__ float summary_element(const Args& a, const std::byte* summary, DType dtype, int d) {
+  if (a.codes) {
+    const float* shared = reinterpret_cast<const float*>(summary + (a.box ? 2 : 1) * a.dim);  // scale, zero
+    return __fadd_rn(__fmul_rn(static_cast<float>(static_cast<unsigned char>(summary[d])), shared[0]), shared[1]);
+  }
   if (dtype == DType::f32) return reinterpret_cast<const float*>(summary)[d];
   if (dtype == DType::f16) return __half2float(reinterpret_cast<const __half*>(summary)[d]);
   return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(summary)[d]);
@@ -132,7 +136,7 @@ __global__ void __launch_bounds__(threads, 4) score_any_kernel(const __grid_cons
       float x = 0;
       for (int e = lane; e < width; e += 32) {
         const bool upper = a.box && e >= a.dim;
-        x += box_query(a, q[upper ? e - a.dim : e], upper) * summary_element(summary, dtype, e);
+        x += box_query(a, q[upper ? e - a.dim : e], upper) * summary_element(a, summary, dtype, e);
       }
       x = sum_of_lanes(x);
       if (raw && lane == 0) a.raw[(std::int64_t(row) * a.kv_heads * a.group + head) * a.raw_step + page] = x;
@@ -188,8 +192,8 @@ void launch(const Args& a, cudaStream_t stream) {
 }
 
 template <class T>
-void launch_width(const Args& a, int bytes, cudaStream_t stream) {
-  switch (bytes / chunk_bytes) {
+void launch_width(const Args& a, cudaStream_t stream) {
+  switch (chunks_of(a)) {
     case 2: return launch<T, 2>(a, stream);
     case 3: return launch<T, 3>(a, stream);
     case 4: return launch<T, 4>(a, stream);
@@ -199,7 +203,8 @@ void launch_width(const Args& a, int bytes, cudaStream_t stream) {
   }
 }
 
-static_assert(most_column_tiles == 4 && max_pairs == 1024, "scores_by_tiles holds these bounds");
+static_assert(most_column_tiles == 4 && max_pairs == 1024 && most_ring_group == 8 && most_ring_pairs == 768,
+              "scores_by_tiles holds these bounds");
 
 }  // namespace
 
@@ -243,7 +248,7 @@ Args page_scores::args_of(const View<const float, 3>& queries, const PagedKv& kv
   a.page_size = kv.page_size;
   a.most_pages = static_cast<int>(std::max<std::int64_t>(0, std::min(kv.table.extent[2], scores.extent[2]) - first));
   a.rule = c.rule, a.scale = c.scale;
-  a.box = summary_vectors(summaries.kind) == 2;
+  a.box = summary_vectors(summaries.kind) == 2, a.codes = summaries.bits == 8;
   a.newest = c.newest_page && c.leave_out.last <= 0;
   a.heads = c.heads, a.leave_out = c.leave_out, a.budget = c.budget, a.first = first;
   a.slots = kv.slots, a.queries = queries.data, a.scores = scores.data + first;
@@ -321,8 +326,7 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
   a.arrived = static_cast<int*>(zeroed(s.handle(), "page scores arrived", max_pairs * sizeof(int)));
   FinalList* final = fused && is_final(kv, c, of_scores, *out) ? out->final : nullptr;
   if (final) a.fired = final->count;
-  const int row_bytes = (a.box ? 4 : 2) * kv.head_dim;
-  const bool ring = fits_ring(a, row_bytes), f16 = summaries.dtype == DType::f16;
+  const bool ring = fits_ring(a), f16 = summaries.dtype == DType::f16;
   const int at_once = (ring ? most_ring_pairs : max_pairs) / kv.kv_heads;
   for (int begin = 0; begin < kv.rows; begin += at_once) {
     Args b = a;
@@ -333,9 +337,9 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
     if (a.raw) b.raw += std::int64_t{begin} * heads * a.raw_step;
     if (fused) write_to(b, budgets, *out, begin);
     if (ring)
-      f16 ? launch_ring_width<__half>(b, row_bytes, stream) : launch_ring_width<__nv_bfloat16>(b, row_bytes, stream);
+      launch_ring(b, f16, stream);
     else
-      f16 ? launch_width<__half>(b, row_bytes, stream) : launch_width<__nv_bfloat16>(b, row_bytes, stream);
+      f16 ? launch_width<__half>(b, stream) : launch_width<__nv_bfloat16>(b, stream);
   }
   if (final) final->set(*out, kv);
   select();
@@ -348,8 +352,9 @@ static auto common_of(const PutOffChoice& c) {
   return std::tuple(
       std::tuple(c.kv.rows, c.kv.kv_heads, c.kv.head_dim, c.kv.page_size, c.kv.slots, c.kv.length.stride,
                  c.kv.table.extent[2], q.extent, q.stride, c.scores.extent[2], c.stream.handle()),
-      std::tuple(c.summaries.kind, c.summaries.dtype, c.summaries.slot_stride, c.summaries.head_stride,
-                 c.summaries.page_stride, c.out.index.extent, c.out.index.stride, c.out.count.stride, c.out.slots),
+      std::tuple(c.summaries.kind, c.summaries.dtype, c.summaries.bits, c.summaries.slot_stride,
+                 c.summaries.head_stride, c.summaries.page_stride, c.out.index.extent, c.out.index.stride,
+                 c.out.count.stride, c.out.slots),
       std::tuple(c.choice.rule, c.choice.scale, c.choice.budget, c.choice.budgets.data, c.choice.newest_page,
                  c.choice.leave_out.first, c.choice.leave_out.last, h.flags.data != nullptr, h.flags.stride,
                  h.unflagged, h.steps, h.period, h.lead, h.classes != nullptr, h.join));
@@ -375,8 +380,11 @@ static std::optional<Args::Layers> layers_of(const std::vector<PutOffChoice>& al
   l.classes = distance([](const PutOffChoice& c) { return c.choice.heads.classes; });
   l.list = distance([](const PutOffChoice& c) { return c.out.index.data; });
   l.count = distance([](const PutOffChoice& c) { return c.out.count.data; });
-  // The kernel counts rows of 128 bytes upwards, reads queries 16 bytes at once, and fills all lists at once.
-  if (!constant || l.data < 0 || l.data % 128 || l.queries % 4 || l.list == 0 || l.count == 0) return {};
+  // The kernel counts rows of 128 bytes upwards, or 16 bytes of codes, reads queries 16 bytes at once, and fills all
+  // lists at once.
+  if (!constant || l.data < 0 || l.data % (all[0].summaries.bits == 8 ? 16 : 128) || l.queries % 4 || l.list == 0 ||
+      l.count == 0)
+    return {};
   return l;
 }
 
@@ -406,10 +414,9 @@ static void chosen_in_layers_cuda(const std::vector<PutOffChoice>& all) {
     a = args_of(first.queries.f32(), kv, first.summaries, first.choice, scores);
     write_to(a, {}, first.out, 0);
   }
-  const int row_bytes = (a.box ? 4 : 2) * kv.head_dim;
   // Rows of the maps of all layers count in 31 bits.
-  if (!layers || !fits_ring(a, row_bytes) ||
-      layers->data / 128 * static_cast<std::int64_t>(all.size()) >= std::int64_t{1} << 31) {
+  if (!layers || !fits_ring(a) ||
+      layers->data / step_bytes_of(a) * static_cast<std::int64_t>(all.size()) >= std::int64_t{1} << 31) {
     for (const PutOffChoice& c : all) {
       scores.extent = c.scores.extent;
       PageList out = c.out;
@@ -424,8 +431,7 @@ static void chosen_in_layers_cuda(const std::vector<PutOffChoice>& all) {
   for (std::int64_t begin = 0; begin < rows; begin += most) {
     a.layers.begin = static_cast<int>(begin);
     a.rows = static_cast<int>(std::min(most, rows - begin));
-    first.summaries.dtype == DType::f16 ? launch_ring_width<__half>(a, row_bytes, stream)
-                                        : launch_ring_width<__nv_bfloat16>(a, row_bytes, stream);
+    launch_ring(a, first.summaries.dtype == DType::f16, stream);
   }
 }
 KVLAB_ON_CUDA(chosen_in_layers, chosen_in_layers_cuda);

@@ -15,7 +15,24 @@ using device::all_lanes;
 using device::SelectShared;
 
 constexpr int threads = 256, warps = threads / 32, tile_pages = 16;
-constexpr int chunk_bytes = 64;  // bytes of a summary that the four lanes of a row take at once
+constexpr int chunk_bytes = 64;    // bytes of a summary that the four lanes of a row take at once
+constexpr int chunk_numbers = 32;  // of a summary in 16 bits; two chunks of codes are 64 bytes
+
+// Summaries of T, or with Codes in its place of codes (kvlab/kv.hpp, summary_bytes). Element: of the tensor cores.
+// step_bytes divides all distances.
+struct Codes {};
+template <class T, int Chunks>
+struct Format {
+  using Element = T;
+  static constexpr bool codes = false;
+  static constexpr int page_bytes = Chunks * chunk_bytes, step_bytes = 128;
+};
+template <int Chunks>
+struct Format<Codes, Chunks> {
+  using Element = __half;  // which holds a code exactly
+  static constexpr bool codes = true;
+  static constexpr int scale_at = Chunks * chunk_numbers, page_bytes = scale_at + 16, step_bytes = 16;
+};
 
 // What a softmax over scores needs: the highest, and the sum of exp(score - high).
 struct alignas(8) Softmax {
@@ -58,7 +75,7 @@ struct Args {
   cuda::PairOf pair_of;
   float scale;
   GroupRule rule;
-  bool box, newest;
+  bool box, codes, newest;
   Heads heads;
   Pins leave_out;
   int budget;        // where `budgets` is null
@@ -131,16 +148,48 @@ __device__ __forceinline__ float box_query(const Args& a, float q, bool upper) {
   return upper ? fmaxf(q, 0.f) : fminf(q, 0.f);
 }
 
+// Codes are multiplied as halves, so a query head is first divided by a power of two, `grow`. sum: of its elements, for
+// the codes' common zero.
+struct QueryHead {
+  float shrink, grow, sum;
+};
+
+// Finds those of all query heads. queries: shared memory, [head, dim].
+__device__ __forceinline__ void sum_queries(const Args& a, const float* queries, QueryHead* to) {
+  const int lane = threadIdx.x % 32, each = static_cast<int>(blockDim.x) / 32;
+#pragma unroll 1
+  for (int head = static_cast<int>(threadIdx.x) / 32; head < a.group; head += each) {
+    float sum = 0, most = 0;
+    for (int d = lane; d < a.dim; d += 32) {
+      const float x = queries[head * a.dim + d];
+      sum += x, most = fmaxf(most, fabsf(x));
+    }
+    sum = cuda::sum_of_lanes(sum), most = cuda::most_of_lanes(most);
+    // The greatest element comes to between 2^12 and 2^13.
+    const unsigned exponent = max(__float_as_uint(most) >> 23, 13u);
+    if (lane == 0) to[head] = {__uint_as_float((266u - exponent) << 23), __uint_as_float((exponent - 12u) << 23), sum};
+  }
+}
+
+// Page of a tile whose summary is row `row` of A, for rows below 8; row + 8 has the page + 8. Codes of pages are an odd
+// number of 16 bytes apart. So rows that lanes read at once lie in different banks.
+template <bool InCodes>
+__device__ __forceinline__ int page_of_row(int row) {
+  return InCodes ? row / 2 + row % 2 * 4 : row;
+}
+
 // Writes fragments of B as [column tile][chunk][lane], 8 elements of one column each, of the queries at q, `step`
 // elements apart. Column 2 h is query head h rounded, column 2 h + 1 the rest. The four lanes of a row hold 8
-// neighbouring elements each. So A and B share an order of the sum over k that is not the order in memory.
-template <class T>
+// neighbouring elements each, of codes 16 of two chunks. So A and B share an order of the sum over k that is not the
+// order in memory. of_head: for codes, what sum_queries found.
+template <class T, bool InCodes = false>
 __device__ __forceinline__ void stage_queries(const Args& a, const float* queries, std::int64_t step, int column_tiles,
-                                              int chunks, uint4* fragments) {
+                                              int chunks, uint4* fragments, const QueryHead* of_head = nullptr) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < column_tiles * chunks * 32; i += blockDim.x) {
     const int lane = i % 32, chunk = i / 32 % chunks, column = i / 32 / chunks * 8 + lane / 4;
-    const int head = column / 2, element = chunk * 32 + lane % 4 * 8;
+    const int head = column / 2,
+              element = InCodes ? chunk / 2 * 64 + lane % 4 * 16 + chunk % 2 * 8 : chunk * 32 + lane % 4 * 8;
     unsigned out[4] = {};
     if (head < a.group) {
       const bool upper = a.box && element >= a.dim;
@@ -150,7 +199,7 @@ __device__ __forceinline__ void stage_queries(const Args& a, const float* querie
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] = q[e];
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[e] = box_query(a, x[e], upper);
+      for (int e = 0; e < 8; ++e) x[e] = box_query(a, InCodes ? x[e] * of_head[head].shrink : x[e], upper);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         out[k] = cuda::Pair<T>::pack(x[2 * k], x[2 * k + 1]);
@@ -188,6 +237,62 @@ __device__ __forceinline__ void multiply_tile(unsigned from, const uint4 (&b)[Ti
   for (int t = 0; t < Tiles; ++t)
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum[t][i] = sums[t][0][i] + sums[t][1][i];
+}
+
+// Four codes as halves, two in a register. 0x6400 is 1024, whose last bit counts 1.
+__device__ __forceinline__ uint2 halves_of(unsigned codes) {
+  constexpr unsigned base = 0x64006400;
+  return make_uint2(cuda::sub_halves(__byte_perm(codes, base, 0x5150), base),
+                    cuda::sub_halves(__byte_perm(codes, base, 0x5352), base));
+}
+
+// The lane's query heads: grow and sum of head 4 t + lane % 4.
+template <int Tiles>
+__device__ __forceinline__ void load_heads(const Args& a, const QueryHead* of_head, float2 (&heads)[Tiles]) {
+#pragma unroll
+  for (int t = 0; t < Tiles; ++t) {
+    const QueryHead& of = of_head[min(4 * t + static_cast<int>(threadIdx.x) % 4, a.group - 1)];
+    heads[t] = make_float2(of.grow, of.sum);
+  }
+}
+
+// The same for codes: sums of the scores themselves, of pages page_of_row(g) and page_of_row(g) + 8.
+template <int Chunks, int Tiles>
+__device__ __forceinline__ void multiply_codes(unsigned from, const uint4 (&b)[Tiles][Chunks],
+                                               const float2 (&heads)[Tiles], float (&sum)[Tiles][4]) {
+  using F = Format<Codes, Chunks>;
+  static_assert(Chunks % 2 == 0);
+  const int lane = threadIdx.x % 32;
+  from += page_of_row<true>(lane / 4) * F::page_bytes;
+  float sums[Tiles][2][4] = {};
+#pragma unroll
+  for (int c = 0; c < Chunks; c += 2) {
+    const unsigned at = from + c * chunk_numbers + lane % 4 * 16;
+    const uint4 low = cuda::load_shared16(at), high = cuda::load_shared16(at + 8 * F::page_bytes);
+    const unsigned words[2][4] = {{low.x, low.y, low.z, low.w}, {high.x, high.y, high.z, high.w}};
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const uint2 l0 = halves_of(words[0][2 * j]), l1 = halves_of(words[0][2 * j + 1]), h0 = halves_of(words[1][2 * j]),
+                  h1 = halves_of(words[1][2 * j + 1]);
+#pragma unroll
+      for (int t = 0; t < Tiles; ++t) {
+        cuda::mma16816<__half>(sums[t][0], l0.x, h0.x, l0.y, h0.y, b[t][c + j].x, b[t][c + j].y);
+        cuda::mma16816<__half>(sums[t][1], l1.x, h1.x, l1.y, h1.y, b[t][c + j].z, b[t][c + j].w);
+      }
+    }
+  }
+  const uint2 shared[2] = {cuda::load_shared8(from + F::scale_at),
+                           cuda::load_shared8(from + 8 * F::page_bytes + F::scale_at)};  // scale, zero
+#pragma unroll
+  for (int t = 0; t < Tiles; ++t)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto& [x, y] = sums[t];
+      const float product = x[2 * half] + y[2 * half] + (x[2 * half + 1] + y[2 * half + 1]);
+      sum[t][2 * half] =
+          fmaf(product * heads[t].x, __uint_as_float(shared[half].x), heads[t].y * __uint_as_float(shared[half].y));
+      sum[t][2 * half + 1] = 0;
+    }
 }
 
 // Writes the scores of pages `page` and page + 8 to `scores` and, unless it is null, to `own`. The lane's sums of a

@@ -1,4 +1,4 @@
-// Page scores of summaries whose bytes are a multiple of 128, for at most 8 query heads of a KV head. Each
+// Page scores of summaries whose bytes are a multiple of 128, or of codes, for at most 8 query heads of a KV head. Each
 // multiprocessor runs one block. Each warp has a ring of bulk copies (TMA) that runs on over the block's (row, KV head)
 // pairs. The queries are fragments of B in registers, and the block copies the next pair's queries meanwhile. A block
 // that has a whole head selects from shared memory. The kernel may start early (base/launch.cuh), but it reads nothing
@@ -16,7 +16,8 @@ constexpr int most_ring_group = 8, most_ring_pairs = 3 * threads;  // pairs of o
 constexpr int ring_bytes = 128 * 1024;  // bytes that a block has in flight; more lengthens the queue and gains nothing
 
 struct alignas(16) Place {
-  int tiles, pages, y, budget;  // tiles before a pair, its pages, its first row in the maps, its page budget
+  // Tiles before a pair, its pages, its first row in the maps (its first step of 16 bytes for codes), its page budget.
+  int tiles, pages, y, budget;
 };
 
 struct FirstTile {
@@ -26,9 +27,10 @@ struct FirstTile {
 
 // Order of dynamic shared memory: the stages of all warps, their barriers, the fragments of a pair's queries, the next
 // pair's queries, the line of pairs, a bit and a score for each page of a row.
-template <int Chunks, int Tiles>
+template <class T, int Chunks, int Tiles>
 struct Ring {
-  static constexpr int page_bytes = Chunks * chunk_bytes, tile_bytes = tile_pages * page_bytes;
+  using F = Format<T, Chunks>;
+  static constexpr int page_bytes = F::page_bytes, tile_bytes = tile_pages * page_bytes;
   static constexpr int page_rows = page_bytes / 128;  // rows of the maps that a page takes
   static constexpr int stages = ring_bytes / (warps * tile_bytes);
   static constexpr int barriers_at = warps * stages * tile_bytes, fragments_at = barriers_at + warps * stages * 8,
@@ -43,13 +45,13 @@ struct Ring {
   }
   static_assert(stages > 0);
 };
-static_assert(Ring<16, 2>::bytes(most_ring_group, 256, most_ring_pairs, most_fused_pages) + sizeof(SelectShared) +
-                  1024 <=
+static_assert(Ring<__half, 16, 2>::bytes(most_ring_group, 256, most_ring_pairs, most_fused_pages) +
+                  sizeof(SelectShared) + 1024 <=
               227 * 1024);
 
 struct RingArgs {
   Args all;
-  int page_step;      // rows of the maps from a page to the next one
+  int page_step;      // rows of the maps, or steps, from a page to the next one
   bool dense;         // summaries have no gaps between them
   bool wide_queries;  // queries can be read 16 bytes at once
 };
@@ -75,6 +77,7 @@ __device__ __forceinline__ void copy_queries(const RingArgs& r, int pair, float*
 }
 
 // Lays out all pairs on one line of tiles and returns the tiles of the longest. Pairs without pages get an empty list.
+template <int StepBytes>
 __device__ __forceinline__ int lay_out(const Args& a, Place* line, SelectShared& s) {
   const int pairs = a.rows * a.kv_heads, each = (pairs + threads - 1) / threads, begin = threadIdx.x * each,
             end = min(begin + each, pairs);
@@ -85,7 +88,7 @@ __device__ __forceinline__ int lay_out(const Args& a, Place* line, SelectShared&
     const std::int64_t slot = a.slots[a.row_of(row)];
     const int layer = a.layer_of(row), pages = pages_of(a, slot, head, layer), tiles = tiles_of(pages);
     line[pair] = {static_cast<int>(own), pages,
-                  static_cast<int>((layer * a.layers.data + slot * a.slot_stride + head * a.head_stride) / 128),
+                  static_cast<int>((layer * a.layers.data + slot * a.slot_stride + head * a.head_stride) / StepBytes),
                   a.list ? a.budget_of(row, head) : 0};
     own += tiles, longest = max(longest, static_cast<unsigned>(tiles));
     if (pages == 0 && a.list && blockIdx.x == 0) no_pages(a, row, head);
@@ -106,10 +109,12 @@ template <class T, int Chunks, int Tiles>
 __global__ void __launch_bounds__(threads, 1)
     score_ring_kernel(const __grid_constant__ RingArgs r, const __grid_constant__ CUtensorMap tile_map,
                       const __grid_constant__ CUtensorMap page_map) {
-  using R = Ring<Chunks, Tiles>;
+  using R = Ring<T, Chunks, Tiles>;
+  using F = typename R::F;
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ SelectShared select;
   __shared__ int merges;
+  __shared__ QueryHead of_head[most_ring_group];
   const Args& a = r.all;
   const int pairs = a.rows * a.kv_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const unsigned my_stages = cuda::shared_address(memory) + warp * R::stages * R::tile_bytes;
@@ -127,12 +132,12 @@ __global__ void __launch_bounds__(threads, 1)
   }
   __syncwarp();
   cuda::let_successor_start();
-  if (threadIdx.x == 0) cuda::fetch_map(&tile_map);
+  if (!F::codes && threadIdx.x == 0) cuda::fetch_map(&tile_map);
   if (static_cast<int>(threadIdx.x) < (a.layers.rows ? a.layers.rows : a.rows))
     cuda::keep_load(a.slots[threadIdx.x]);  // into L1; no kernel writes them
   cuda::wait_for_predecessor();
 
-  const int longest = lay_out(a, places, select);
+  const int longest = lay_out<F::step_bytes>(a, places, select);
   const cuda::Line line(FirstTile{places}, pairs, longest, a.blocks_each);
   const auto part = line.part(blockIdx.x);
   const int lo = part.begin, hi = part.end;
@@ -160,7 +165,16 @@ __global__ void __launch_bounds__(threads, 1)
     const int y = at.y + page * r.page_step;
     const unsigned to = my_stages + stage * R::tile_bytes, barrier = my_barriers + 8 * stage;
     if (lane == 0) cuda::barrier_expect(barrier, pages * R::page_bytes);
-    if (pages == tile_pages && r.dense) {
+    if constexpr (F::codes) {
+      const std::byte* from = a.data + std::int64_t{y} * F::step_bytes;
+      if (r.dense) {
+        if (lane == 0) cuda::bulk_load(to, from, pages * R::page_bytes, barrier, policy);
+      } else {
+        __syncwarp();
+        if (lane < pages)
+          cuda::bulk_load(to + lane * R::page_bytes, from + lane * a.page_stride, R::page_bytes, barrier, policy);
+      }
+    } else if (pages == tile_pages && r.dense) {
       if (lane == 0) cuda::bulk_copy_2d(to, &tile_map, 0, y, barrier, policy);
     } else {
       __syncwarp();
@@ -184,7 +198,13 @@ __global__ void __launch_bounds__(threads, 1)
     const int until = is_cut ? cut : cut + min(hi, end) - lo;
     float* scores = a.scores + row * a.score_row + kv_head * a.score_head;
     Softmax softmax[Tiles];
-    stage_queries<T>(a, queries, a.dim, Tiles, Chunks, fragments);
+    float2 heads[Tiles];
+    if constexpr (F::codes) {
+      sum_queries(a, queries, of_head);
+      __syncthreads();
+      load_heads(a, of_head, heads);
+    }
+    stage_queries<typename F::Element, F::codes>(a, queries, a.dim, Tiles, Chunks, fragments, of_head);
     __syncthreads();
     uint4 b[Tiles][Chunks];
 #pragma unroll
@@ -195,11 +215,14 @@ __global__ void __launch_bounds__(threads, 1)
     for (; item < until; item += warps) {
       cuda::barrier_wait(my_barriers + 8 * stage, parity);
       float sum[Tiles][4];
-      multiply_tile<T>(my_stages + stage * R::tile_bytes, b, sum);
+      if constexpr (F::codes)
+        multiply_codes(my_stages + stage * R::tile_bytes, b, heads, sum);
+      else
+        multiply_tile<T>(my_stages + stage * R::tile_bytes, b, sum);
       __syncwarp();
       ask(item + R::stages * warps, stage);
       if (++stage == R::stages) stage = 0, parity ^= 1;
-      const int page = (tile_of(item) - begin) * tile_pages + lane / 4;
+      const int page = (tile_of(item) - begin) * tile_pages + page_of_row<F::codes>(lane / 4);
       write_tile(a, sum, row, kv_head, page, pages, scores, a.list ? own_scores : nullptr, softmax);
     }
     cuda::wait_copies();
@@ -211,7 +234,7 @@ __global__ void __launch_bounds__(threads, 1)
 
 template <class T, int Chunks, int Tiles>
 void launch_ring(RingArgs r, cudaStream_t stream) {
-  using R = Ring<Chunks, Tiles>;
+  using R = Ring<T, Chunks, Tiles>;
   const Args& a = r.all;
   const auto kernel = score_ring_kernel<T, Chunks, Tiles>;
   static const cudaError_t once =
@@ -220,34 +243,51 @@ void launch_ring(RingArgs r, cudaStream_t stream) {
   cuda::check(once, "page_score");
   constexpr bool half = std::is_same_v<T, __half>;
   constexpr std::int64_t rows = 0x7fffffff;  // no bound is needed: the kernel copies only pages that exist
-  const CUtensorMap tile_map = cuda::matrix_map(a.data, half, rows, 64, 64, tile_pages * R::page_rows),
-                    page_map = cuda::matrix_map(a.data, half, rows, 64, 64, R::page_rows);
+  CUtensorMap tile_map = {}, page_map = {};  // codes need none
+  if constexpr (!R::F::codes) {
+    tile_map = cuda::matrix_map(a.data, half, rows, 64, 64, tile_pages * R::page_rows);
+    page_map = cuda::matrix_map(a.data, half, rows, 64, 64, R::page_rows);
+  }
   const int pairs = a.rows * a.kv_heads, blocks = cuda::step_multiprocessors(),
             bytes = R::bytes(a.group, a.dim, pairs, a.list ? a.most_pages : 0);
   r.all.blocks_each = pairs > 0 ? blocks / pairs : 0;
   cuda::launch("page_score", kernel, blocks, threads, bytes, stream, true, r, tile_map, page_map);
 }
 
-// Returns whether launch_ring_width can run a's pairs, at most most_ring_pairs in one launch.
-inline bool fits_ring(const Args& a, int row_bytes) {
-  return row_bytes % 128 == 0 && a.group <= most_ring_group && a.kv_heads <= most_ring_pairs &&
-         a.slot_stride % 128 == 0 && a.head_stride % 128 == 0 && a.page_stride % 128 == 0 &&
+inline int chunks_of(const Args& a) { return (a.box ? 2 : 1) * a.dim / chunk_numbers; }
+inline int row_bytes_of(const Args& a) {
+  return a.codes ? chunks_of(a) * chunk_numbers + 16 : chunks_of(a) * chunk_bytes;
+}
+inline int step_bytes_of(const Args& a) { return a.codes ? 16 : 128; }
+
+// Returns whether launch_ring can run a's pairs, at most most_ring_pairs in one launch.
+inline bool fits_ring(const Args& a) {
+  const int step = step_bytes_of(a);
+  return chunks_of(a) % 2 == 0 && a.group <= most_ring_group && a.kv_heads <= most_ring_pairs &&
+         a.slot_stride % step == 0 && a.head_stride % step == 0 && a.page_stride % step == 0 &&
          a.page_stride * std::int64_t{a.most_pages} <= std::int64_t{1} << 30;
 }
 
-// Needs fits_ring(a, row_bytes), head_dim 64, 96, 128 or 256, and summaries of row_bytes each, 16-byte aligned.
 template <class T>
-void launch_ring_width(const Args& a, int row_bytes, cudaStream_t stream) {
+void launch_ring_width(const Args& a, cudaStream_t stream) {
   const bool wide =
       reinterpret_cast<std::uintptr_t>(a.queries) % 16 == 0 && a.query_row % 4 == 0 && a.query_head % 4 == 0;
-  const RingArgs r = {a, static_cast<int>(a.page_stride / 128), a.page_stride == row_bytes, wide};
-  switch (row_bytes / chunk_bytes) {  // Quest's boxes of head_dim 128 have an own kernel for up to 4 query heads
+  const RingArgs r = {a, static_cast<int>(a.page_stride / step_bytes_of(a)), a.page_stride == row_bytes_of(a), wide};
+  switch (chunks_of(a)) {  // Quest's boxes of head_dim 128 have an own kernel for up to 4 query heads
     case 2: return launch_ring<T, 2, 2>(r, stream);
     case 4: return launch_ring<T, 4, 2>(r, stream);
     case 6: return launch_ring<T, 6, 2>(r, stream);
     case 8: return a.group > 4 ? launch_ring<T, 8, 2>(r, stream) : launch_ring<T, 8, 1>(r, stream);
     default: return launch_ring<T, 16, 2>(r, stream);
   }
+}
+
+// Needs fits_ring(a), head_dim 64, 96, 128 or 256, and summaries that are 16-byte aligned. half: they are f16, not
+// bf16.
+inline void launch_ring(const Args& a, bool half, cudaStream_t stream) {
+  a.codes ? launch_ring_width<Codes>(a, stream)
+  : half  ? launch_ring_width<__half>(a, stream)
+          : launch_ring_width<__nv_bfloat16>(a, stream);
 }
 
 }  // namespace kvlab::ops::page_scores

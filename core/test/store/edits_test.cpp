@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <catch2/catch.hpp>
+#include <cstring>
 
+#include "ops/page/paged.hpp"
 #include "support/store_fixture.hpp"
 
 using namespace kvlab;
@@ -53,6 +55,61 @@ void check_summaries(const Store& store, int layer, int slot, int head) {
 Applied one(Store& store, int slot, Edits& edits) { return store.apply(edits.all(), {slot}); }
 
 }  // namespace
+
+TEST_CASE("page summaries in codes are those of the pages after each edit, are saved, and cost fewer bytes") {
+  StoreFixture f;
+  f.options.summary = GENERATE(Summary::min_max, Summary::mean, Summary::centre_radius);
+  f.options.summary_bits = 8;
+  CpuStore store(f.options);
+  const Shape& s = f.options.shape;
+  const auto check = [&](const Store& of, int slot) {
+    std::int64_t pages = 0;
+    for (int layer = 0; layer < s.layers; ++layer)
+      for (int head = 0; head < s.kv_heads; ++head) {
+        const auto tokens = test::stored_tokens(of, layer, slot, head);
+        const Summaries summaries = of.summaries(layer);
+        REQUIRE(summaries.bits == 8);
+        const int p = s.page_size, all = static_cast<int>(tokens.size());
+        for (int page = 0; page * p < all; ++page, ++pages) {
+          const PageLayout l = ops::make_layout(s.dtype, {}, p, s.head_dim, 0);
+          std::vector<std::byte> frame(static_cast<std::size_t>(l.bytes)),
+              wanted(static_cast<std::size_t>(summaries.page_stride));
+          const int n = std::min(p, all - page * p);
+          for (int t = 0; t < n; ++t) {
+            const auto& token = tokens[static_cast<std::size_t>(page * p + t)];
+            ops::write_token(frame.data(), l, t, token.k.data(), token.v.data(), token.position);
+          }
+          ops::summarize_page(frame.data(), l, n, f.options.summary, s.dtype, wanted.data(), 8);
+          REQUIRE(std::memcmp(summaries.at(slot, head, page), wanted.data(), wanted.size()) == 0);
+        }
+      }
+    const std::int64_t bytes = f.options.summary == Summary::mean ? 16 : 32;  // of 32 and 64
+    CHECK(of.ledger().held(Tier::device)[static_cast<int>(Tag::summaries)] == bytes * pages);
+    of.check_invariants();
+  };
+  const int slot = store.open();
+  f.fill(store, slot, 18);
+  check(store, slot);
+  f.fill(store, slot, 1, true);
+  check(store, slot);
+  Lists pages(2, {1, 2}), tokens(2, {2, 6, 17});
+  Edits e;
+  e.offload(pages.pages());
+  e.evict(tokens.tokens());
+  one(store, slot, e);
+  check(store, slot);
+  for (int i = 0; i < 5; ++i) f.fill(store, slot, 1, true);
+  check(store, slot);
+  CpuStore other(f.options);
+  const std::vector<std::byte> saved = store.save(slot);
+  const int back = other.open();
+  REQUIRE(other.restore(back, saved) == Fit::ok);
+  check(other, back);
+  f.options.summary_bits = 16;
+  CpuStore of_numbers(f.options);
+  const int none = of_numbers.open();
+  CHECK_THROWS_AS(of_numbers.restore(none, saved), Error);
+}
 
 TEST_CASE("append fills pages in text order and keeps counts, summaries and the ledger") {
   StoreFixture f;

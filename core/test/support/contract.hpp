@@ -93,10 +93,17 @@ class Subjects {
     const auto scorers = all(Role::scorer), selectors = all(Role::selector), codecs = all(Role::codec);
     for (const PluginInfo* p : scorers)
       if (under_test(*p)) add(*p, p->name, [&](PolicySpec& s) { s.scorer = use(*p); });
-    for (const PluginInfo* p : selectors)
+    // Summaries of pages in 16 bits and, where a parameter says so, in 8.
+    const std::map<std::string, ParamValue> codes{{"summary_bits", std::int64_t{8}}};
+    const auto in_codes = [](const PluginInfo& p) { return under_test(p) && find_param(p, "summary_bits"); };
+    for (const PluginInfo* p : selectors) {
       if (under_test(*p)) add(*p, p->name, [&](PolicySpec& s) { s.selector = use(*p); });
-    for (const PluginInfo* p : all(Role::policy))
+      if (in_codes(*p)) add(*p, p->name + ", summary_bits: 8", [&](PolicySpec& s) { s.selector = use(*p, codes); });
+    }
+    for (const PluginInfo* p : all(Role::policy)) {
       if (under_test(*p)) add(*p, p->name, [&](PolicySpec& s) { s.policy = use(*p); });
+      if (in_codes(*p)) add(*p, p->name + ", summary_bits: 8", [&](PolicySpec& s) { s.policy = use(*p, codes); });
+    }
     // In this tree adakv, which divides by the scores, meets all scorers. Each other budget meets snapkv and three
     // more, in turn. KVLAB_CONTRACT_PAIRS=all asks every pair.
     std::size_t next = 0;

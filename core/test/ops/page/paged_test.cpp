@@ -3,6 +3,7 @@
 
 #include <catch2/catch.hpp>
 #include <cmath>
+#include <cstring>
 #include <random>
 
 #include "base/half.hpp"
@@ -399,6 +400,95 @@ TEST_CASE("page summaries: Quest's box of the card, means, and bf16 bounds that 
       CHECK(half_to_float(halves[8 + d]) >= page.row(KvSide::key, t)[d]);
     }
   CHECK(half_to_float(halves[8]) - half_to_float(halves[0]) < 10);
+}
+
+namespace {
+
+// A summary in codes of a page of 4 keys of 8 elements, and what its codes read as.
+struct CodedSummary {
+  alignas(16) std::byte bytes[32] = {};
+  float number(int i, Summary kind = Summary::min_max) const {
+    float shared[2];
+    std::memcpy(shared, bytes + 8 * summary_vectors(kind), sizeof shared);
+    return static_cast<float>(std::to_integer<int>(bytes[i])) * shared[0] + shared[1];
+  }
+};
+
+}  // namespace
+
+TEST_CASE("page summaries in codes: by hand, bounds that stay bounds and are near, whatever the keys are") {
+  Page page = page_of_the_cards();
+  CodedSummary box, mean;
+  const auto summary = [&](int tokens, Summary kind, CodedSummary& to) {
+    ops::summarize_page(page.frame.data(), page.layout, tokens, kind, DType::f32, to.bytes, 8);
+  };
+  CHECK(summary_bytes(Summary::min_max, 8, DType::bf16, 8) == 32);
+  CHECK(summary_bytes(Summary::mean, 8, DType::bf16, 8) == 16);
+  CHECK(summary_bytes(Summary::min_max, 8, DType::f32, 128) == 272);
+  CHECK(summary_bytes(Summary::none, 8, DType::f32, 128) == 0);
+  // The box is [-1, 5] x [-2, 4] x {0} ...: least -2, most 5, a step of a little more than 7 / 255.
+  summary(4, Summary::min_max, box);
+  const std::vector<int> codes = {36, 0, 72, 72, 72, 72, 72, 72, 255, 219, 73, 73, 73, 73, 73, 73};
+  for (int i = 0; i < 16; ++i) CHECK(std::to_integer<int>(box.bytes[i]) == codes[i]);
+  CHECK(box.number(1) == -2);
+  CHECK(box.number(8) >= 5);
+  summary(4, Summary::mean, mean);  // 2, 1, 0 ...
+  CHECK(std::to_integer<int>(mean.bytes[0]) == 255);
+  CHECK(std::to_integer<int>(mean.bytes[1]) == 127);  // half of a step that is a little more than 2 / 255
+  CHECK(mean.bytes[2] == std::byte{0});
+
+  std::mt19937 rng(7);
+  std::normal_distribution<float> normal;
+  for (int round = 0; round < 400; ++round) {
+    std::vector<std::vector<float>> keys(4, std::vector<float>(8));
+    const float size = round % 5 == 0 ? 1e-30f : round % 5 == 1 ? 1e20f : 1.f, place = round % 3 == 0 ? 1000 : 0;
+    for (auto& key : keys)
+      for (float& x : key) x = size * (normal(rng) + place);
+    if (round % 4 == 1) keys[rng() % 4][rng() % 8] *= 1e4f;  // an outlier
+    for (int t = 0; t < 4; ++t) ops::write_token(page.frame.data(), page.layout, t, keys[t].data(), keys[t].data(), t);
+    for (const Summary kind : {Summary::min_max, Summary::centre_radius}) {
+      float exact[16], least = INFINITY, most = -INFINITY;
+      ops::summarize_page(page.frame.data(), page.layout, 4, kind, DType::f32, reinterpret_cast<std::byte*>(exact));
+      for (const float x : exact) least = std::min(least, x), most = std::max(most, x);
+      summary(4, kind, box);
+      const float step = (most - least) / 255 * 1.001f + 0x1p-126f + std::abs(most) * 0x1p-22f;
+      for (int d = 0; d < 8; ++d) {
+        CAPTURE(round, d);
+        REQUIRE(box.number(d) <= exact[d]);
+        REQUIRE(box.number(8 + d) >= exact[8 + d]);
+        REQUIRE(box.number(d) >= exact[d] - step);
+        REQUIRE(box.number(8 + d) <= exact[8 + d] + step);
+      }
+    }
+  }
+}
+
+TEST_CASE("page summaries in codes of keys that are not finite: the other elements keep their bounds") {
+  Page page = page_of_the_cards();
+  const auto write = [&](int token, std::vector<float> key) {
+    ops::write_token(page.frame.data(), page.layout, token, key.data(), key.data(), token);
+  };
+  const float inf = INFINITY, nan = NAN, limit = 0x1p100f;
+  write(0, {nan, 1, -inf, 3, 4, 5, 6, 7});
+  write(1, {0, 1, 2, inf, 4, nan, 6, -7});
+  CodedSummary box;
+  ops::summarize_page(page.frame.data(), page.layout, 2, Summary::min_max, DType::f32, box.bytes, 8);
+  CHECK(box.bytes[0] == std::byte{0});  // NaN came first and stays
+  CHECK(box.bytes[8] == std::byte{255});
+  CHECK(box.number(2) == -limit);
+  CHECK(box.number(11) >= limit);
+  for (const int d : {1, 4, 5, 6, 7}) {
+    CHECK(box.number(d) <= (d == 7 ? -7 : d));
+    CHECK(box.number(8 + d) >= d);
+  }
+  for (int i = 0; i < 16; ++i) CHECK(std::isfinite(box.number(i)));
+  for (const float x : {nan, inf, -inf}) {
+    for (int t = 0; t < 2; ++t) write(t, std::vector<float>(8, x));
+    for (const Summary kind : {Summary::min_max, Summary::mean, Summary::centre_radius}) {
+      ops::summarize_page(page.frame.data(), page.layout, 2, kind, DType::f32, box.bytes, 8);
+      for (int i = 0; i < 8 * summary_vectors(kind); ++i) CHECK(std::isfinite(box.number(i, kind)));
+    }
+  }
 }
 
 TEST_CASE("page summaries: ArkVale's box of the card, which rounds outwards and stays inside the bounds") {

@@ -258,25 +258,28 @@ TEST_CASE("window_votes: threads change nothing") {
   }
 }
 
-TEST_CASE("page_score bounds every key of its page") {
+TEST_CASE("page_score bounds every key of its page, by numbers and by codes") {
+  const int bits = GENERATE(16, 8);
+  CAPTURE(bits);
   RandomCache c(0);  // f32
   const PagedKv kv = c.cache.view();
   const auto& o = c.cache.options();
   const auto q = c.normal(std::int64_t{c.rows()} * c.heads() * o.head_dim);
   const auto queries = View<const float, 3>::dense(q.data(), {c.rows(), c.heads(), o.head_dim});
-  std::vector<float> data(std::size_t(o.rows) * o.kv_heads * o.max_pages * 2 * o.head_dim);
-  const std::int64_t bytes = 8 * o.head_dim;
+  const std::int64_t bytes = summary_bytes(Summary::min_max, bits, DType::f32, o.head_dim);
+  std::vector<float> data(std::size_t(o.rows) * o.kv_heads * o.max_pages * bytes / sizeof(float));
   const Summaries s{Summary::min_max,
                     DType::f32,
                     reinterpret_cast<const std::byte*>(data.data()),
                     o.kv_heads * o.max_pages * bytes,
                     o.max_pages * bytes,
-                    bytes};
+                    bytes,
+                    bits};
   for (int r = 0; r < o.rows; ++r)
     for (int h = 0; h < o.kv_heads; ++h)
       for (int p = 0; p < kv.pages(r, h); ++p)
         ops::summarize_page(kv.frame(kv.entry(r, h, p)), kv.layout(kv.entry(r, h, p)), kv.entry(r, h, p).tokens,
-                            Summary::min_max, DType::f32, const_cast<std::byte*>(s.at(kv.slots[r], h, p)));
+                            Summary::min_max, DType::f32, const_cast<std::byte*>(s.at(kv.slots[r], h, p)), bits);
   Guarded<3> bound({c.rows(), c.kv_heads(), o.max_pages});
   ops::page_score(queries, kv, s, GroupRule::max, 1.f, bound.view(), cpu());
   for (int r = 0; r < o.rows; ++r)

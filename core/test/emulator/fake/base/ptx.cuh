@@ -179,6 +179,9 @@ inline void bulk_copy_2d(unsigned to, const void* map, int x, int y, unsigned ba
 inline void bulk_load(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   emulator::bulk_load(to, from, bytes, barrier);
 }
+inline void bulk_load(unsigned to, const void* from, unsigned bytes, unsigned barrier, std::uint64_t) {
+  bulk_load(to, from, bytes, barrier);
+}
 inline void bulk_store(void* to, unsigned from, unsigned bytes) { emulator::bulk_store(to, from, bytes); }
 inline void commit_stores() { emulator::commit_stores(); }
 template <int Left>
