@@ -18,22 +18,30 @@ namespace {
 
 constexpr float infinity = std::numeric_limits<float>::infinity();
 
-// Lists of pages for rows, or for slots in another order. Those of slots last.
-struct Pages {
+// Lists of pages or of tokens for rows, or for slots in another order. Those of slots last. `unit`: places of an entry.
+struct Entries {
+  int unit;
   ListMemory memory;
   std::vector<std::int32_t> slots;
-  PageList own, there;
+  IndexList own, there;
 
-  Pages(OnCache& x, bool lasts) {
+  Entries(OnCache& x, int places, bool lasts) : unit(places) {
+    const PagedOptions& o = x.c.cache.options();
     const int rows = x.c.rows();
     for (int r = 0; r < rows; ++r) slots.push_back(rows - 1 - r);
-    own = PageList{memory.choose(
-        x.c.cache.options(), x.c.cache.options().max_pages,
-        [&](int r, int h) { return x.kv.pages(lasts ? rows - 1 - r : r, h); }, [&] { return x.c.rng() % 3 > 0; })};
+    own = memory.choose(
+        o, o.max_pages * x.kv.page_size / unit,
+        [&](int r, int h) { return (x.kv.tokens(lasts ? rows - 1 - r : r, h) + unit - 1) / unit; },
+        [&] { return x.c.rng() % 3 > 0; });
     there = x.place.put(own);
     own.slots = lasts ? slots.data() : nullptr, there.slots = lasts ? x.place.put(slots) : nullptr;
   }
-  std::int64_t most(const OnCache& x) const { return own.index.extent[2] * x.kv.page_size; }
+  std::int64_t most() const { return own.index.extent[2] * unit; }
+  // Calls an op with a list of pages or of tokens.
+  template <class Op>
+  void on(const Op& op) const {
+    unit > 1 ? op(PageList{there}) : op(TokenList{there});
+  }
 };
 
 // Codes of every slot of a cache. A head of each has more room than it needs, and rows may begin anywhere.
@@ -65,55 +73,59 @@ void check_codes(OnCache& x) {
     x.check.that("codes", x.place.get(there.code) == codes.code);
   }
   const double most = x.stream().device() == Device::cuda ? 2.1e-4 : Tolerance{}.score;
-  for (const bool lasts : {false, true}) {
-    const Pages pages(x, lasts);
-    for (const std::int64_t heads : {x.c.kv_heads(), x.c.heads()}) {
-      Numbers<3> vectors(x, {x.c.rows(), heads, x.kv.head_dim}, x.n % 3 ? 1 : 30);
-      const auto vectors_there = vectors.put();
-      const Guarded<3> start({x.c.rows(), heads, pages.most(x) + 3});
-      x.same<3>(
-          fmt::format("coded_row_dot of {} heads", heads), start.view(), x.n % 3 ? most : 30 * most,
-          [&](Scores out) { ops::coded_row_dot(x.there, vectors_there, pages.there, there, out, s); },
-          [&](Scores out) { ops::coded_row_dot_reference(x.kv, vectors.view(), pages.own, codes.view, out); });
+  for (const bool lasts : {false, true})
+    for (const int unit : {x.kv.page_size, 1}) {
+      const Entries list(x, unit, lasts);
+      for (const std::int64_t heads : {x.c.kv_heads(), x.c.heads()}) {
+        Numbers<3> vectors(x, {x.c.rows(), heads, x.kv.head_dim}, x.n % 3 ? 1 : 30);
+        const auto vectors_there = vectors.put();
+        const Guarded<3> start({x.c.rows(), heads, list.most() + 3});
+        x.same<3>(
+            fmt::format("coded_row_dot of {} heads, entries of {}", heads, unit), start.view(),
+            x.n % 3 ? most : 30 * most,
+            [&](Scores out) {
+              list.on([&](const auto& of) { ops::coded_row_dot(x.there, vectors_there, of, there, out, s); });
+            },
+            [&](Scores out) { ops::coded_entry_dot_reference(x.kv, vectors.view(), list.own, unit, codes.view, out); });
+      }
     }
-  }
 }
 
 // The lists lie between those of shares that are a little smaller and larger: how a sum is rounded may decide about a
 // token.
-void check_top_p(OnCache& x) {
+void check_top_p(OnCache& x, int unit) {
   const Stream s = x.stream();
   const std::array<std::int64_t, 3> extent{x.c.rows(), x.c.kv_heads(), x.c.room()};
   for (const bool lasts : {false, true})
     for (const std::int64_t heads : {x.c.kv_heads(), x.c.heads()})
       for (unsigned kind = 0; kind < 4; ++kind) {
-        const Pages pages(x, lasts);
-        Numbers<3> logits(x, {x.c.rows(), heads, pages.most(x)}, kind == 0 ? 3 : 12);
+        const Entries from(x, unit, lasts);
+        Numbers<3> logits(x, {x.c.rows(), heads, from.most()}, kind == 0 ? 3 : 12);
         for (std::int64_t r = 0; r < x.c.rows(); ++r)
           for (std::int64_t q = 0; q < heads; ++q)
-            for (std::int64_t i = 0; i < pages.most(x); ++i) {
+            for (std::int64_t i = 0; i < from.most(); ++i) {
               float& logit = logits.own()(r, q, i);
               const int h = static_cast<int>(q / (heads / x.c.kv_heads()));
               if (kind == 2) logit = static_cast<float>(x.c.rng() % 4);  // ties
               if (kind == 3 && x.c.rng() % 4) logit = x.c.rng() % 2 ? -infinity : NAN;
-              const int page = static_cast<int>(i) / x.kv.page_size;
-              if (page < pages.own.count(pages.own.at(r), h) &&
-                  pages.own.index(pages.own.at(r), h, page) * x.kv.page_size + static_cast<int>(i) % x.kv.page_size >=
+              const int entry = static_cast<int>(i) / unit;
+              if (entry < from.own.count(from.own.at(r), h) &&
+                  from.own.index(from.own.at(r), h, entry) * unit + static_cast<int>(i) % unit >=
                       x.kv.tokens(static_cast<int>(r), h))
                 logit = -infinity;
             }
         const auto there = logits.put();
         for (const int newest : {0, 1, 9})
           for (const float p : {.3f, .85f, 1.f}) {
-            const auto scope =
-                x.check.in(fmt::format("share {} of {} heads, kind {}, {} newest", p, heads, kind, newest));
+            const auto scope = x.check.in(
+                fmt::format("share {} of {} heads, entries of {}, kind {}, {} newest", p, heads, unit, kind, newest));
             ListMemory least, greatest, start;
             const TokenList low{least.empty(extent)}, high{greatest.empty(extent)},
                 list{x.place.put(start.empty(extent))};
             const double slack = p < 1 ? 1e-6 : 0;
-            ops::top_p_candidates_reference(x.kv, logits.view(), pages.own, 4, p - slack, newest, low);
-            ops::top_p_candidates_reference(x.kv, logits.view(), pages.own, 4, p + slack, newest, high);
-            ops::top_p_candidates(x.there, there, pages.there, 4, p, newest, list, s);
+            ops::top_p_entries_reference(x.kv, logits.view(), from.own, unit, 4, p - slack, newest, low);
+            ops::top_p_entries_reference(x.kv, logits.view(), from.own, unit, 4, p + slack, newest, high);
+            from.on([&](const auto& of) { ops::top_p_candidates(x.there, there, of, 4, p, newest, list, s); });
             const std::vector<std::int32_t> index = x.place.get(list.index), count = x.place.get(list.count);
             for (std::int64_t r = 0; r < x.c.rows(); ++r)
               for (std::int64_t h = 0; h < x.c.kv_heads(); ++h) {
@@ -132,6 +144,9 @@ void check_top_p(OnCache& x) {
           }
       }
 }
+
+void check_top_p_of_pages(OnCache& x) { check_top_p(x, x.kv.page_size); }
+void check_top_p_of_tokens(OnCache& x) { check_top_p(x, 1); }
 
 // Keys by channel of every slot of a cache.
 struct Channels {
@@ -233,7 +248,7 @@ void check_long_rows(Place& place, Check& check) {
   same<3>(
       place, check, "coded_row_dot", Guarded<3>({slots, queries, room}).view(), 2.1e-4,
       [&](Scores out) { ops::coded_row_dot(there, place.put(vectors), pages_there, codes_there, out, s); },
-      [&](Scores out) { ops::coded_row_dot_reference(kv, vectors, pages, codes, out); });
+      [&](Scores out) { ops::coded_entry_dot_reference(kv, vectors, pages, kv.page_size, codes, out); });
 
   KeyChannels channels;
   channels.dtype = DType::bf16, channels.slots = slots, channels.kv_heads = heads, channels.head_dim = dim;
@@ -280,7 +295,7 @@ void check_many_candidates(Place& place, Check& check) {
       for (const bool greater : {false, true}) {
         ListMemory own;
         const TokenList list{own.empty({1, 1, tokens})};
-        ops::top_p_candidates_reference(kv, logits, pages, 1, p + (greater ? 1e-6 : -1e-6), 700, list);
+        ops::top_p_entries_reference(kv, logits, pages, page, 1, p + (greater ? 1e-6 : -1e-6), 700, list);
         index[greater] = own.index, count[greater] = own.count;
       }
       ListMemory start;
@@ -299,7 +314,8 @@ void check_many_candidates(Place& place, Check& check) {
 
 std::vector<Case> list() {
   return {on_caches("key copies", "codes of ragged rows", 36, check_codes),
-          on_caches("key copies", "candidates of a share", 36, check_top_p),
+          on_caches("key copies", "candidates of a share", 36, check_top_p_of_pages),
+          on_caches("key copies", "listed tokens of a share", 36, check_top_p_of_tokens),
           on_caches("key copies", "keys by channel", 36, check_channels),
           checked("key copies", "long rows", check_long_rows),
           checked("key copies", "many candidates", check_many_candidates)};

@@ -95,6 +95,13 @@ void check_lists(Place& place, Check& check, const Tiers& t, unsigned n, std::mt
   ops::round_allotment_reference(of, mask.data(), unit, kept);
   ops::round_allotment(of_there, mask_there, unit, kept_there, s);
   check.equal("round_allotment", place.get(kept_there), keep);
+  Ints part(keep.size()), part_there(keep.size(), -7);
+  const auto to = place.put(view(part_there));
+  const int pinned = static_cast<int>(rng() % 9);
+  const double share = n % 4 ? static_cast<double>(rng() % 65) / 64 : 0.3;
+  ops::share_of_keep_reference(kept, pinned, share, view(part));
+  ops::share_of_keep(kept_there, pinned, share, to, s);
+  check.equal("share_of_keep", place.get(to), part);
 }
 
 void check_tiers(Place& place, Check& check, const Tiers& t, unsigned n, std::mt19937& rng) {

@@ -4,6 +4,7 @@
 #include <kvlab/ops.hpp>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "base/part_timer.hpp"
 #include "base/stream_memory.hpp"
 #include "compose/over_layers.hpp"
+#include "compose/second_stage.hpp"
 #include "ops/page/final_list.hpp"
 #include "ops/select/allot.hpp"
 #include "plugin/before_step.hpp"
@@ -57,6 +59,8 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
             .scratch_numbers(scorer_needs_.scratch_numbers() + 1)  // a list of its own
             .profile(scorer_needs_.profile() || parts_.split->reads_profile());
     }
+    if (parts_.rescorer)
+      scorer_needs_ = with_second_stage(scorer_needs_, parts_.rescorer->needs(), Role::rescorer, parts_.name);
     if (parts_.scorer && parts_.split && parts_.split->numbers() > 0) {
       over_layers_.emplace(*parts_.split, *parts_.scorer, scorer_needs_);
       scorer_needs_ = over_layers_->needs();
@@ -75,11 +79,11 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   }
 
   void verify() override {
-    for (Verified* part : {verified(parts_.scorer.get()), verified(parts_.split.get())})
+    for (Verified* part : verified_parts())
       if (part) part->verify();
   }
   void forget() override {
-    for (Verified* part : {verified(parts_.scorer.get()), verified(parts_.split.get())})
+    for (Verified* part : verified_parts())
       if (part) part->forget();
   }
 
@@ -151,8 +155,11 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     if (kv.layer == 0)
       over_layers_->divide(kv, amount_.kind == BudgetAmount::bytes ? shape_.page_size : 1, total(kv.position[0]), s);
     View<const std::int32_t, 2> left;
-    if (over_layers_->divided() && kv.layer >= dense_layers_)
-      left = keep_best(kv, over_layers_->scores(kv), over_layers_->keep(kv), over_layers_->pins(kv), edits, s);
+    if (over_layers_->divided() && kv.layer >= dense_layers_) {
+      const View<const std::int32_t, 2> keep = over_layers_->keep(kv);
+      rescore(kv, over_layers_->pins(), keep, over_layers_->scores(kv), s);
+      left = keep_best(kv, over_layers_->scores(kv), keep, over_layers_->pins(kv), edits, s);
+    }
     end_prompt(kv, left, edits, s);
   }
 
@@ -221,6 +228,10 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   }
 
  private:
+  std::array<Verified*, 3> verified_parts() const {
+    return {verified(parts_.scorer.get()), verified(parts_.rescorer.get()), verified(parts_.split.get())};
+  }
+
   // Refuses a budget below the tokens that are always kept: it would not be obeyed. (A ratio grows with the sequence.)
   void check_amount() const {
     const bool bytes = amount_.kind == BudgetAmount::bytes;
@@ -334,7 +345,18 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     // (top_tokens keeps the pins in any case.)
     ops::round_allotment(a.length, kv.upload("keep all", keep_all_.data()),
                          amount_.kind == BudgetAmount::bytes ? shape_.page_size : 1, keep, s);
+    if (kv.chunk_queries) rescore(kv, pins_[0], keep, scores, s);
     return keep_best(kv, scores, keep, a.pins, edits, s);
+  }
+
+  // Of a prompt, which has one row.
+  void rescore(const LayerKv& kv, Pins pins, View<const std::int32_t, 2> keep, Scores scores, Stream s) {
+    if (!parts_.rescorer) return;
+    const PartTimer timer(Part::score);
+    LayerKv own = kv;
+    own.window_queries = own.chunk_queries = {};
+    own.mass = {};
+    parts_.rescorer->rescore(own, pins, keep, scores, s);
   }
 
   // The same for a decode step of which nothing on the host depends on the step: a graph may hold it. A head that is

@@ -1,7 +1,8 @@
-// Composes roles into a Policy: Scorer + Budget + schedule + Codec, or Selector, each with a placement. Without any
-// role it is `full`, which keeps everything.
+// Composes roles into a Policy: Scorer + Rescorer + Budget + schedule + Codec, or Selector, each with a placement.
+// Without any role it is `full`, which keeps everything.
 #pragma once
 #include <kvlab/roles.hpp>
+#include <kvlab/stages.hpp>
 
 #include <memory>
 #include <optional>
@@ -18,7 +19,8 @@ inline bool pages_age(const Codec& codec) { return codec.residual() > 0 || codec
 
 struct Composition {
   Instance<Scorer> scorer;
-  Instance<Budget> split;  // null = uniform
+  Instance<Rescorer> rescorer;  // of the scorer's tokens
+  Instance<Budget> split;       // null = uniform
   Instance<Selector> selector;
   Instance<Codec> codec;               // null = the run's dtype
   Instance<Codec> host_codec;          // null = as on the device

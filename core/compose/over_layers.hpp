@@ -29,9 +29,10 @@ class OverLayers {
   void divide(const LayerKv& kv, int unit, int whole, Stream s);
   bool divided() const { return tokens_ > 0; }
   // Of a layer that divide() saw: its scores, the tokens that its heads keep, [row, kv_head], and the pins.
-  View<const float, 3> scores(const LayerKv& kv) const { return held(kv); }
+  Scores scores(const LayerKv& kv) const { return held(kv); }
   View<const std::int32_t, 2> keep(const LayerKv& kv) const;
   const Pins* pins(const LayerKv& kv) const { return kv.upload("pins", &pins_); }
+  Pins pins() const { return pins_; }
 
   // keep(row, kv_head) = the numbers of the rows' heads since their prompt's end.
   void keep_of_rows(const LayerKv& kv, View<std::int32_t, 2> keep, Stream s) const;

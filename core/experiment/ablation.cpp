@@ -4,16 +4,6 @@
 #include "plugin/parameters.hpp"
 
 namespace kvlab {
-namespace {
-
-template <class Policy, class Visit>
-void for_each_use(Policy& policy, Visit visit) {
-  for (auto* use :
-       {&policy.policy, &policy.scorer, &policy.selector, &policy.split, &policy.codec, &policy.placement.codec})
-    if (use->has_value()) visit(**use);
-}
-
-}  // namespace
 
 std::optional<PolicySpec> without(const PolicySpec& policy, const std::string& component,
                                   const PluginCatalog& catalog) {

@@ -7,6 +7,7 @@
 
 #include "compose/compose.hpp"
 #include "compose/forwarding.hpp"
+#include "compose/pruning.hpp"
 
 namespace kvlab {
 namespace {
@@ -54,6 +55,7 @@ std::shared_ptr<Policy> join(const PolicySpec& spec, const PluginCatalog& catalo
   }
   Composition parts;
   parts.scorer = make<Scorer>(spec.scorer, catalog);
+  parts.rescorer = make<Rescorer>(spec.rescorer, catalog);
   parts.split = make<Budget>(spec.split, catalog);
   parts.selector = make<Selector>(spec.selector, catalog);
   parts.codec = make<Codec>(spec.codec, catalog);
@@ -72,6 +74,9 @@ std::shared_ptr<Policy> join(const PolicySpec& spec, const PluginCatalog& catalo
 std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog& catalog, const Profile* profile,
                                      std::optional<Injection> injection) {
   std::shared_ptr<Policy> policy = join(spec, catalog, std::move(injection));
+  if (spec.pruner)
+    policy = pruned(std::move(policy), make<Pruner>(spec.pruner, catalog),
+                    {.whole = !spec.policy && !spec.selector, .encodes = !spec.policy, .name = spec.name});
   const bool needed = policy->needs().profile();
   if (needed && spec.profile.empty())
     throw Error(Errc::config,

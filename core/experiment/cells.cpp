@@ -57,9 +57,9 @@ Json describe(const PolicySpec& policy, const Experiment& experiment, const Plug
     if (!file.empty() && fingerprints.file && fs::is_regular_file(path, ec))
       json["depends"].push_back(fingerprints.file(path));
   }
-  for (const auto* use :
-       {&policy.policy, &policy.scorer, &policy.selector, &policy.split, &policy.codec, &policy.placement.codec})
-    if (*use) json["depends"].push_back(dependencies(**use, experiment, catalog, fingerprints));
+  for_each_use(policy, [&](const PluginUse& use) {
+    json["depends"].push_back(dependencies(use, experiment, catalog, fingerprints));
+  });
   return json;
 }
 

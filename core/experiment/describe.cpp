@@ -48,6 +48,8 @@ const std::vector<Kind>& kinds() {
   static const std::vector<Kind> all = {{"policies", {Role::policy, Role::scorer, Role::selector}},
                                         {"scorers", {Role::scorer}},
                                         {"selectors", {Role::selector}},
+                                        {"pruners", {Role::pruner}},
+                                        {"rescorers", {Role::rescorer}},
                                         {"budgets", {Role::budget}},
                                         {"codecs", {Role::codec}},
                                         {"profilers", {Role::profiler}},
@@ -58,8 +60,8 @@ const std::vector<Kind>& kinds() {
 
 std::vector<Role> roles_of(const std::string& kind) {
   if (kind.empty())
-    return {Role::policy, Role::scorer,   Role::selector, Role::budget,
-            Role::codec,  Role::profiler, Role::task,     Role::metric};
+    return {Role::policy, Role::scorer, Role::selector, Role::pruner, Role::rescorer,
+            Role::budget, Role::codec,  Role::profiler, Role::task,   Role::metric};
   std::vector<std::string> words;
   for (const Kind& k : kinds()) {
     if (k.word == kind) return k.roles;
@@ -144,6 +146,8 @@ Needs needs_of(const PluginInfo& plugin) {
   const Params defaults = resolve(plugin, {});
   if (plugin.role == Role::scorer) return create<Scorer>(plugin, defaults)->needs();
   if (plugin.role == Role::selector) return create<Selector>(plugin, defaults)->needs();
+  if (plugin.role == Role::pruner) return create<Pruner>(plugin, defaults)->needs();
+  if (plugin.role == Role::rescorer) return create<Rescorer>(plugin, defaults)->needs();
   return create<Policy>(plugin, defaults)->needs();
 }
 
@@ -178,6 +182,14 @@ std::string example(Registry& registry, const PluginInfo& plugin) {
       for (const ParamSpec& spec : plugin.params)
         if (spec.component) components.push_back(spec.name);
       return components.empty() ? text : text + "ablate: {" + plugin.name + ": [" + join(components) + "]}\n";
+    }
+    case Role::pruner:
+    case Role::rescorer: {
+      const bool prunes = plugin.role == Role::pruner;
+      const std::string first =
+          prunes ? first_name(registry, Role::selector, "SELECTOR") : first_name(registry, Role::scorer, "SCORER");
+      return experiment(any_task(registry), fmt::format("{}: {{{}: {}, budget: {{tokens: 512}}}}", first,
+                                                        name_of(plugin.role), use_text(plugin)));
     }
     case Role::budget: {
       const std::string split = use_text(plugin);
@@ -315,9 +327,10 @@ std::vector<EntryKey> keys_without(std::initializer_list<std::string_view> some)
 // The keys that an entry of the plugin takes. A policy of its own has no parts, and of placements a lossless link
 // alone.
 std::vector<EntryKey> keys_of(const PluginInfo& plugin) {
-  std::vector<EntryKey> keys = plugin.role == Role::policy   ? keys_without({"scorer", "selector", "schedule", "codec"})
-                               : plugin.role == Role::scorer ? keys_without({"policy", "selector"})
-                                                             : keys_without({"policy", "scorer", "schedule"});
+  std::vector<EntryKey> keys =
+      plugin.role == Role::policy   ? keys_without({"scorer", "selector", "rescorer", "schedule", "codec"})
+      : plugin.role == Role::scorer ? keys_without({"policy", "selector", "pruner"})
+                                    : keys_without({"policy", "scorer", "rescorer", "schedule"});
   for (EntryKey& key : keys)
     if (plugin.role != Role::scorer && key.name == std::string_view("budget"))
       key.form = unsplit_budget;
@@ -339,6 +352,7 @@ std::string describe_one(Registry& registry, const PluginInfo& plugin) {
   std::string text = title(plugin) + fmt::format("  library: {}\n", library_text(plugin)) + params_text(plugin.params);
   if (plugin.role == Role::scorer || plugin.role == Role::selector || plugin.role == Role::policy)
     text += "\nneeds\n" + needs_text(plugin) + "\nkeys of its entry\n" + keys_text(keys_of(plugin));
+  if (plugin.role == Role::pruner || plugin.role == Role::rescorer) text += "\nneeds\n" + needs_text(plugin);
   if (plugin.role == Role::budget && splits_by_profile(plugin))
     text += "\nneeds\n" + table({{"profile", "a file of `kvlab profile`"}}, "  ");
   if (plugin.role == Role::codec) text += "\nstores\n" + stores_text(plugin);
@@ -465,7 +479,7 @@ std::string describe_text(Registry& registry, const std::string& name) {
   if (name == "full")
     return fmt::format("full (policy, version {})\n  {}\n\nno parameters\n\nkeys of its entry\n{}\nexample\n{}",
                        KVLAB_VERSION, full_help,
-                       keys_text(keys_without({"scorer", "selector", "budget", "schedule", "profile"})),
+                       keys_text(keys_without({"scorer", "selector", "rescorer", "budget", "schedule", "profile"})),
                        experiment(any_task(registry), ""));
   registry.require(roles_of(""), name, {"full"});
   return text;

@@ -17,6 +17,8 @@ inline const std::vector<EntryKey>& policy_keys() {
       {"policy", "NAME", "a whole life cycle"},
       {"scorer", "NAME", "how important each token is"},
       {"selector", "NAME", "which pages attention reads in a step"},
+      {"pruner", "NAME", "which of the tokens that a selector or a policy names attention reads"},
+      {"rescorer", "NAME", "ranks a scorer's tokens anew when a prompt ends"},
       {"budget", "{tokens: N | ratio: R | bytes: B, split: NAME}",
        "tokens per KV head, a ratio of the tokens seen, or device bytes per sequence; without it, everything"},
       {"schedule", "{prefill: true, every: N}", "when a scorer evicts: at the prompt's end, and each N decode steps"},

@@ -88,12 +88,22 @@ void check_combination(const Node& entry, const Node& body, Problems& problems, 
                    fmt::format("got a {} beside policy '{}', wanted none: a policy plugin alone says how and "
                                "where its pages are kept",
                                key, policy.policy->name));
+  if (policy.pruner && policy.scorer)
+    problems.add(place("pruner"),
+                 fmt::format("got a pruner beside scorer '{}', wanted a selector or a policy: a pruner goes by places, "
+                             "and a scorer evicts",
+                             policy.scorer->name));
+  if (policy.rescorer && !policy.scorer)
+    problems.add(place("rescorer"), "got a rescorer without a scorer, wanted one: it ranks the scorer's tokens anew");
   const bool none = !policy.policy && !policy.scorer && !policy.selector;
   if (none && policy.budget.kind != BudgetAmount::unlimited)
     problems.add(place("budget"),
                  "got a budget for the policy that keeps everything, wanted a scorer, selector or policy");
   if (policy.split && !policy.scorer && !policy.selector)
     problems.add(place("budget"), "got a split of the budget without a scorer or selector to apply it to");
+  if (policy.rescorer && !policy.schedule.prefill)
+    problems.add(place("rescorer"),
+                 "got a rescorer with schedule.prefill: false, wanted true: it acts when a prompt ends");
   if (body.find("schedule") && !policy.scorer)
     problems.add(place("schedule"), "got a schedule without a scorer, wanted one: the schedule says when it evicts");
 }
@@ -118,6 +128,8 @@ std::optional<PolicySpec> read_policy(const Node& entry, int page_size, const Pl
       if (main_roles[r] != Role::policy || use_name(*n) != full_name) *slots[r] = uses.use(*n, main_roles[r]);
       if (name.text.empty()) name.text = use_name(*n);
     }
+  if (const Node* n = map.take("pruner")) policy.pruner = uses.use(*n, Role::pruner);
+  if (const Node* n = map.take("rescorer")) policy.rescorer = uses.use(*n, Role::rescorer);
   if (const Node* n = map.take("budget")) read_budget(*n, uses, policy, amount_follows);
   if (const Node* n = map.take("schedule")) read_schedule(*n, problems, policy.schedule);
   if (const Node* n = map.take("codec")) policy.codec = uses.use(*n, Role::codec);

@@ -1,8 +1,8 @@
 // One entry of `policies:` or `tasks:`, resolved to plugins with all their parameters.
 //
 // A policy entry is a name (`full`), {NAME: {...}} or {name: LABEL, scorer: X, ...}. Its composition keys are policy,
-// scorer, selector, budget, schedule, codec, placement, page_size and profile. Every other key is a parameter of its
-// main plugin: the one called NAME, else the only one of policy, scorer and selector.
+// scorer, selector, pruner, rescorer, budget, schedule, codec, placement, page_size and profile. Every other key is a
+// parameter of its main plugin: the one called NAME, else the only one of policy, scorer and selector.
 #pragma once
 #include <kvlab/policy.hpp>
 
@@ -29,6 +29,8 @@ struct Placement {
 struct PolicySpec {
   std::string name;                                   // the entry's label
   std::optional<PluginUse> policy, scorer, selector;  // none of them = `full`, the null policy
+  std::optional<PluginUse> pruner;                    // of what a step reads
+  std::optional<PluginUse> rescorer;                  // of the scorer's tokens at a prompt's end
   BudgetAmount budget;
   std::optional<PluginUse> split;  // of the budget; nothing = uniform
   Schedule schedule;
@@ -39,6 +41,14 @@ struct PolicySpec {
   std::string ablated;  // the component that `without` switched off; empty: none
   std::string where;    // the entry's place, for messages
 };
+
+// Calls visit(use) with each plugin of the policy, const or not.
+template <class Policy, class Visit>
+void for_each_use(Policy& policy, Visit visit) {
+  for (auto* use : {&policy.policy, &policy.scorer, &policy.selector, &policy.pruner, &policy.rescorer, &policy.split,
+                    &policy.codec, &policy.placement.codec})
+    if (use->has_value()) visit(**use);
+}
 
 enum class Question : std::uint8_t { prompt, decode };  // seen before the policy compresses, or after
 

@@ -109,7 +109,8 @@ class Builder {
 
   Json build() {
     Json defs = Json::object();
-    for (const Role role : {Role::policy, Role::scorer, Role::selector, Role::budget, Role::codec, Role::metric})
+    for (const Role role : {Role::policy, Role::scorer, Role::selector, Role::pruner, Role::rescorer, Role::budget,
+                            Role::codec, Role::metric})
       defs[name_of(role)] = use(role);
     defs["bytes"] = {{"anyOf", {integer(1), {{"type", "string"}, {"pattern", "^[0-9.eE+]+ ?([KMGT]i?B|B)?$"}}}}};
     defs["budget_amount"] = {
@@ -149,7 +150,7 @@ class Builder {
     Json keys = Json::object();
     for (const EntryKey& key : policy_keys()) keys[key.name] = {{"description", key.help}};
     const auto set = [&](const char* key, Json schema) { keys[key].update(axis(std::move(schema))); };
-    for (const Role role : {Role::policy, Role::scorer, Role::selector, Role::codec})
+    for (const Role role : {Role::policy, Role::scorer, Role::selector, Role::pruner, Role::rescorer, Role::codec})
       set(name_of(role), ref(name_of(role)));
     set("budget", ref("budget_amount"));
     set("schedule", closed({{"prefill", axis({{"type", "boolean"}})}, {"every", axis(integer(0))}}));

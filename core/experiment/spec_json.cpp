@@ -26,6 +26,8 @@ Json to_json(const PolicySpec& policy) {
   if (policy.policy) json["policy"] = use(*policy.policy);
   if (policy.scorer) json["scorer"] = use(*policy.scorer);
   if (policy.selector) json["selector"] = use(*policy.selector);
+  if (policy.pruner) json["pruner"] = use(*policy.pruner);
+  if (policy.rescorer) json["rescorer"] = use(*policy.rescorer);
   if (policy.budget.kind != BudgetAmount::unlimited) {
     Json budget = Json::object();
     if (policy.budget.kind == BudgetAmount::ratio)

@@ -393,6 +393,51 @@ class GuardedMetric final : public Guard<AnswerMetric> {
   }
 };
 
+class GuardedPruner final : public Guard<Pruner>, public EditsAuthor {
+ public:
+  using Guard::Guard;
+  std::string author() const override { return who_.where("prune"); }
+  Needs needs() const override {
+    return checked(ask("needs", [](Pruner& p) { return p.needs(); }));
+  }
+  void attach(const Shape& shape, Workspace& w) override {
+    ask("attach", [&](Pruner& p) { p.attach(shape, w); });
+  }
+  void appended(const LayerKv& kv, int newest, Stream s) override {
+    ask("appended", [&](Pruner& p) { p.appended(kv, newest, s); });
+  }
+  void prune(const LayerStep& step, const PageList& candidates, TokenList out, Stream s) override {
+    ask("prune", [&](Pruner& p) { p.prune(step, candidates, out, s); });
+  }
+  void prune(const LayerStep& step, const TokenList& candidates, TokenList out, Stream s) override {
+    ask("prune", [&](Pruner& p) { p.prune(step, candidates, out, s); });
+  }
+};
+
+class GuardedRescorer final : public Guard<Rescorer>, public EditsAuthor, public Verified {
+ public:
+  using Guard::Guard;
+  std::string author() const override { return who_.where("rescore"); }
+  Needs needs() const override {
+    return checked(ask("needs", [](Rescorer& r) { return r.needs(); }));
+  }
+  void rescore(const LayerKv& kv, Pins pins, View<const std::int32_t, 2> keep, Scores scores, Stream stream) override {
+    ask("rescore", [&](Rescorer& r) { r.rescore(kv, pins, keep, scores, stream); });
+    ops::find_nan(kv.pages, kv.layer, scores, note_.on(stream, false), stream);
+  }
+  void verify() override {
+    const ops::Finding found = note_.take();
+    if (found.count > 0)
+      who_.refuse("rescore", fmt::format("got NaN as the score of the token at position {} (layer {}, KV head {}), "
+                                         "wanted numbers; -inf and inf rank below and above all others",
+                                         found.number(), found.layer(), found.kv_head()));
+  }
+  void forget() override { note_.take(); }
+
+ private:
+  Note note_;
+};
+
 template <class Interface, class GuardOf>
 Instance<Interface> behind(const PluginInfo& plugin, Instance<Interface> object) {
   Interface* guard = new GuardOf(plugin, std::move(object));
@@ -424,6 +469,12 @@ Instance<Task> guarded(const PluginInfo& plugin, Instance<Task> object) {
 }
 Instance<AnswerMetric> guarded(const PluginInfo& plugin, Instance<AnswerMetric> object) {
   return behind<AnswerMetric, GuardedMetric>(plugin, std::move(object));
+}
+Instance<Pruner> guarded(const PluginInfo& plugin, Instance<Pruner> object) {
+  return behind<Pruner, GuardedPruner>(plugin, std::move(object));
+}
+Instance<Rescorer> guarded(const PluginInfo& plugin, Instance<Rescorer> object) {
+  return behind<Rescorer, GuardedRescorer>(plugin, std::move(object));
 }
 
 }  // namespace kvlab

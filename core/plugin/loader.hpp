@@ -67,6 +67,8 @@ Instance<Codec> guarded(const PluginInfo& plugin, Instance<Codec> object);
 Instance<Profiler> guarded(const PluginInfo& plugin, Instance<Profiler> object);
 Instance<Task> guarded(const PluginInfo& plugin, Instance<Task> object);
 Instance<AnswerMetric> guarded(const PluginInfo& plugin, Instance<AnswerMetric> object);
+Instance<Pruner> guarded(const PluginInfo& plugin, Instance<Pruner> object);
+Instance<Rescorer> guarded(const PluginInfo& plugin, Instance<Rescorer> object);
 
 // Interface: Policy, Scorer, ...; must be the plugin's role. params as resolve() gave them.
 template <class Interface>

@@ -44,9 +44,7 @@ std::vector<results::PluginRow> plugins_of(const CellInput& in) {
   std::vector<results::PluginRow> rows;
   add_plugin(rows, e.tasks[in.cell->task].task, catalog);
   if (in.items->use) add_plugin(rows, *in.items->use, catalog);
-  for (const auto* use :
-       {&policy.policy, &policy.scorer, &policy.selector, &policy.split, &policy.codec, &policy.placement.codec})
-    if (*use) add_plugin(rows, **use, catalog);
+  for_each_use(policy, [&](const PluginUse& use) { add_plugin(rows, use, catalog); });
   if (!policy.profile.empty())
     rows.push_back({"profile", policy.profile, "", content_hashes().sha256_of(e.resolve(policy.profile))});
   return rows;

@@ -60,6 +60,71 @@ std::vector<int> kept(const std::vector<float>& shares, const std::vector<float>
   return best(scores, positions_to(static_cast<int>(scores.size())), static_cast<std::size_t>(budget));
 }
 
+// The tokens that stay of those with these scores, beside `last` newest ones: the second stage of any scorer.
+std::vector<int> kept_by_scores(const std::vector<float>& scores, const std::vector<float>& norms, int keep, int last,
+                                const Settings& settings) {
+  static Registry registry;
+  PagedFixture cache({1, 1, 8, 4, 4});
+  for (const float norm : norms) cache.append(0, 0, std::vector<float>(8, 0.f), std::vector<float>(8, norm));
+  Scored scored(cache, 1);
+  const Norms projection;
+  scored.kv.projection = &projection;
+  Scratch scratch;
+  scored.kv.workspace = &scratch;
+  Guarded<3> ranks({1, 1, scored.kv.max_length});
+  for (std::size_t t = 0; t < scores.size(); ++t) ranks.view()(0, 0, static_cast<std::int64_t>(t)) = scores[t];
+  const auto second = create<Rescorer>(registry.require(Role::rescorer, "criticalkv"),
+                                       resolve(registry.require(Role::rescorer, "criticalkv"), settings));
+  const std::int32_t tokens = keep;
+  second->rescore(scored.kv, {.last = last}, View<const std::int32_t, 2>::dense(&tokens, {1, 1}), ranks.view(),
+                  Stream::cpu());
+  std::vector<double> of;
+  for (std::size_t t = 0; t + static_cast<std::size_t>(last) < scores.size(); ++t)
+    of.push_back(ranks.view()(0, 0, static_cast<std::int64_t>(t)));
+  return best(of, positions_to(static_cast<int>(of.size())), static_cast<std::size_t>(keep - last));
+}
+
+// Sizes of a head's projected values at text positions below `end`.
+std::vector<double> projected(const OnText& run, int layer, int head, int end) {
+  const ModelConfig& c = run.config();
+  std::vector<float> row(static_cast<std::size_t>(c.heads * c.head_dim));
+  std::vector<double> norms(static_cast<std::size_t>(end));
+  for (int h = head * run.group(); h < (head + 1) * run.group(); ++h)
+    for (int n = 0; n < c.hidden; ++n) {
+      run.model().layers[static_cast<std::size_t>(layer)].output.row(n, row.data());
+      for (std::size_t t = 0; t < norms.size(); ++t) {
+        const auto& v = run.layer(layer).values.at[t][static_cast<std::size_t>(head)];
+        double sum = 0;
+        for (std::size_t d = 0; d < v.size(); ++d) sum += v[d] * row[static_cast<std::size_t>(h) * v.size() + d];
+        norms[t] += std::abs(sum) / run.group();
+      }
+    }
+  return norms;
+}
+
+// The last queries' attention to the tokens before them, mean over the group.
+std::vector<double> votes(const OnText& run, int layer, int head, int prompt, int window) {
+  std::vector<double> sum(static_cast<std::size_t>(prompt - window));
+  for (int h = head * run.group(); h < (head + 1) * run.group(); ++h)
+    for (const auto& shares : window_shares(run, layer, h, prompt, window))
+      for (std::size_t t = 0; t < sum.size(); ++t) sum[t] += shares[t] / run.group();
+  return sum;
+}
+
+// The two stages of scores of tokens without the pinned ones, which are the last. keep: pins included.
+std::vector<int> two_stages(const std::vector<double>& scores, const std::vector<double>& norms, std::size_t keep,
+                            std::size_t pinned, double share) {
+  std::vector<double> second;
+  for (std::size_t t = 0; t < scores.size(); ++t) second.push_back((scores[t] + 1e-4) * norms[t]);
+  const int n = static_cast<int>(scores.size());
+  const std::size_t free = keep - pinned;
+  for (const int t : best(scores, positions_to(n), static_cast<std::size_t>(share * static_cast<double>(free))))
+    second[static_cast<std::size_t>(t)] = INFINITY;
+  auto wanted = best(second, positions_to(n), free);
+  for (int t = n; t < n + static_cast<int>(pinned); ++t) wanted.push_back(t);
+  return wanted;
+}
+
 }  // namespace
 
 TEST_CASE("criticalkv: two stages by hand") {
@@ -80,33 +145,99 @@ TEST_CASE("criticalkv keeps on real text what a plain implementation keeps") {
   OnText run(Role::scorer, "criticalkv", {{"window", std::int64_t{window}}, {"clustering", false}}, budget, prompt + 4,
              16);
   run.prefill(prompt);
-  const ModelConfig& c = run.config();
-  std::vector<float> row(static_cast<std::size_t>(c.heads * c.head_dim));
-  for (int layer = 0; layer < c.layers; ++layer)
-    for (int head = 0; head < c.kv_heads; ++head) {
+  for (int layer = 0; layer < run.config().layers; ++layer)
+    for (int head = 0; head < run.config().kv_heads; ++head) {
       CAPTURE(layer, head);
-      std::vector<double> votes(prompt - window), norms(votes.size());
-      for (int h = head * run.group(); h < (head + 1) * run.group(); ++h) {
-        for (const auto& shares : window_shares(run, layer, h, prompt, window))
-          for (std::size_t t = 0; t < votes.size(); ++t) votes[t] += shares[t] / run.group();
-        for (int n = 0; n < c.hidden; ++n) {
-          run.model().layers[static_cast<std::size_t>(layer)].output.row(n, row.data());
-          for (std::size_t t = 0; t < votes.size(); ++t) {
-            const auto& v = run.layer(layer).values.at[t][static_cast<std::size_t>(head)];
-            double sum = 0;
-            for (std::size_t d = 0; d < v.size(); ++d) sum += v[d] * row[static_cast<std::size_t>(h) * v.size() + d];
-            norms[t] += std::abs(sum) / run.group();
-          }
-        }
-      }
-      std::vector<double> second;
-      for (std::size_t t = 0; t < votes.size(); ++t) second.push_back((votes[t] + 1e-4) * norms[t]);
-      for (const int t : best(votes, positions_to(prompt - window), (budget - window) / 2))
-        second[static_cast<std::size_t>(t)] = INFINITY;
-      auto wanted = best(second, positions_to(prompt - window), budget - window);
-      for (int t = prompt - window; t < prompt; ++t) wanted.push_back(t);
-      CHECK(run.kept(layer, head) == wanted);
+      CHECK(run.kept(layer, head) == two_stages(votes(run, layer, head, prompt, window),
+                                                projected(run, layer, head, prompt - window), budget, window, .5));
     }
+}
+
+TEST_CASE("criticalkv: the second stage of other scorers by hand") {
+  const std::vector<float> scores = {.5f, .3f, .15f, .05f}, norms = {1, 1, 4, 10};
+  CHECK(kept_by_scores(scores, norms, 2, 0, {}) == std::vector<int>{0, 2});
+  CHECK(kept_by_scores(scores, norms, 2, 0, {{"first_stage", 1.}}) == std::vector<int>{0, 1});
+  CHECK(kept_by_scores(scores, norms, 2, 0, {{"first_stage", 0.}}) == std::vector<int>{2, 3});
+  CHECK(kept_by_scores(scores, norms, 3, 0, {}) == std::vector<int>{0, 2, 3});
+  // The newest token is pinned and has the best score. It is none of the first stage.
+  CHECK(kept_by_scores({.5f, .3f, .15f, .05f, 9}, {1, 1, 4, 10, 1}, 3, 1, {}) == std::vector<int>{0, 2});
+  // Scores below 0: those of the first stage stay all the same.
+  CHECK(kept_by_scores({-1, -2, -3, -4}, norms, 2, 0, {}) == std::vector<int>{0, 1});
+  CHECK(kept_by_scores({-1, -2, -3, -1.5f}, {1, 4, .1f, 10}, 2, 0, {}) == std::vector<int>{0, 2});
+  CHECK(kept_by_scores({.5f, 0, 0, .3f}, {1, 1, 1e6f, 1}, 2, 0, {}) == std::vector<int>{0, 2});
+  CHECK(kept_by_scores({.5f, 0, 0, .3f}, {1, 1, 1e6f, 1}, 2, 0, {{"epsilon", 0.}}) == std::vector<int>{0, 3});
+}
+
+TEST_CASE("criticalkv ranks anew on real text what other scorers and divisions give each head") {
+  constexpr int prompt = 150, budget = 40, window = 8;
+  const Settings snapkv{{"window", std::int64_t{window}}, {"clustering", false}};
+  const auto second = [](double share) {
+    return OnText::Second{Role::rescorer, "criticalkv", {{"first_stage", share}}};
+  };
+  bool divided = false;
+  for (const char* split : {"", "adakv", "zigzagkv"})
+    for (const double share : {.5, .25}) {
+      std::optional<OnText::Split> how;
+      if (*split) how = OnText::Split{split, {}};
+      // What a head keeps does not depend on the second stage.
+      OnText first(Role::scorer, "snapkv", snapkv, budget, prompt + 4, 16, OnText::MakeProfile(), how);
+      OnText run(Role::scorer, "snapkv", snapkv, budget, prompt + 4, 16, second(share), how);
+      first.prefill(prompt), run.prefill(prompt);
+      int others = 0;
+      for (int layer = 0; layer < run.config().layers; ++layer)
+        for (int head = 0; head < run.config().kv_heads; ++head) {
+          CAPTURE(split, share, layer, head);
+          const std::vector<int> by_attention = first.kept(layer, head);
+          divided = divided || by_attention.size() != budget;
+          const auto wanted =
+              two_stages(votes(run, layer, head, prompt, window), projected(run, layer, head, prompt - window),
+                         by_attention.size(), window, share);
+          CHECK(run.kept(layer, head) == wanted);
+          others += wanted != by_attention;
+        }
+      CHECK(others > 0);
+      run.step();
+    }
+  CHECK(divided);
+
+  // A scorer without pins, whose scores are below 0.
+  OnText run(Role::scorer, "knorm", {}, budget, prompt + 4, 16, second(.5));
+  run.prefill(prompt);
+  for (int layer = 0; layer < run.config().layers; ++layer)
+    for (int head = 0; head < run.config().kv_heads; ++head) {
+      CAPTURE(layer, head);
+      std::vector<double> scores;
+      for (int t = 0; t < prompt; ++t) {
+        const auto& key = run.layer(layer).keys.at[static_cast<std::size_t>(t)][static_cast<std::size_t>(head)];
+        scores.push_back(-std::sqrt(dot(key, key)));
+      }
+      CHECK(run.kept(layer, head) == two_stages(scores, projected(run, layer, head, prompt), budget, 0, .5));
+    }
+}
+
+TEST_CASE("criticalkv: decode steps rank by the scorer alone") {
+  constexpr int prompt = 100, budget = 40;
+  OnText run(Role::scorer, "knorm", {{"every", std::int64_t{1}}}, budget, prompt + 8, 16,
+             OnText::Second{Role::rescorer, "criticalkv", {{"first_stage", 0.}}});
+  run.prefill(prompt);
+  std::vector<int> wanted = run.kept(0, 0);
+  const auto scores = [&](const std::vector<int>& of) {
+    std::vector<double> out;
+    for (const int t : of) {
+      const auto& key = run.layer(0).keys.at[static_cast<std::size_t>(t)][0];
+      out.push_back(-std::sqrt(dot(key, key)));
+    }
+    return out;
+  };
+  const std::vector<int> all = positions_to(prompt);
+  CHECK(wanted.size() == budget);
+  CHECK(wanted != best(scores(all), all, budget));
+  for (int t = prompt; t < prompt + 8; ++t) {
+    run.step();
+    wanted.push_back(t);
+    wanted = best(scores(wanted), wanted, budget);
+  }
+  CHECK(run.kept(0, 0) == wanted);
 }
 
 TEST_CASE("criticalkv refuses an even kernel") {

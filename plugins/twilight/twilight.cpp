@@ -111,6 +111,46 @@ class Twilight final : public kvlab::Policy {
   kvlab::KeptKeyCodes codes_;
 };
 
+// The fewest of the tokens that any other method lets a step read.
+class TopP final : public kvlab::Pruner {
+ public:
+  explicit TopP(const kvlab::Params& p) : p_(p.get<float>("p")), dense_(p.get<int>("dense_layers")) {}
+
+  kvlab::Needs needs() const override { return kvlab::Needs{}.dense_layers(dense_).capturable(true); }
+
+  void attach(const kvlab::Shape& shape, kvlab::Workspace& w) override {
+    if (dense_ < shape.layers)
+      codes_ = kvlab::KeptKeyCodes("keys in 4 bits", shape, kvlab::layers_from(dense_, shape), w);
+  }
+
+  void appended(const kvlab::LayerKv& kv, int newest, kvlab::Stream s) override {
+    kvlab::ops::code_keys(kv.pages, newest, codes_.of(kv), s);
+  }
+
+  void prune(const kvlab::LayerStep& step, const kvlab::PageList& pages, kvlab::TokenList out,
+             kvlab::Stream s) override {
+    take(step, pages, std::min<std::int64_t>(pages.index.extent[2], step.max_pages) * step.pages.page_size, out, s);
+  }
+  void prune(const kvlab::LayerStep& step, const kvlab::TokenList& tokens, kvlab::TokenList out,
+             kvlab::Stream s) override {
+    take(step, tokens, std::min<std::int64_t>(tokens.index.extent[2], step.max_length), out, s);
+  }
+
+ private:
+  template <class List>
+  void take(const kvlab::LayerStep& step, const List& candidates, std::int64_t most, kvlab::TokenList out,
+            kvlab::Stream s) {
+    const kvlab::Scores logits = step.scratch<float>("logits", {step.rows(), step.shape->query_heads, most});
+    kvlab::ops::coded_row_dot(step.pages, step.queries.f32(), candidates, codes_.of(step), logits, s);
+    kvlab::ops::top_p_candidates(step.pages, logits, candidates, std::sqrt(static_cast<float>(step.pages.head_dim)), p_,
+                                 1, out, s);
+  }
+
+  float p_;
+  int dense_;
+  kvlab::KeptKeyCodes codes_;
+};
+
 }  // namespace
 
 KVLAB_PLUGIN(
@@ -129,4 +169,10 @@ KVLAB_PLUGIN(
         .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
         .param("dense_layers", 2, 0, kvlab::any, "first layers that attend to everything")
         .param("summary_bits", 16, 8, 16, "of a number of a page's summary: 16, in the run's dtype, or 8, in codes")
-        .component("top_p", "off = attention reads all candidates whose weight is not 0"))
+        .component("top_p", "off = attention reads all candidates whose weight is not 0"),
+    kvlab::pruner<TopP>("twilight",
+                        "reads the fewest of another method's tokens whose weights make up a share (Lin et al. 2025)")
+        .param("p", 0.85, 1e-3, 1,
+               "share of a query head's weights that the tokens make up; 1 = every token whose weight is not 0. A "
+               "copy of the keys in 4 bits gives the weights: head_dim / 2 + 8 bytes a token and KV head")
+        .param("dense_layers", 2, 0, kvlab::any, "first layers that read what the other method says"))

@@ -13,13 +13,13 @@ namespace kvlab {
 class Params;
 struct ParamSpec;
 
-enum class Role : std::uint32_t { policy, scorer, selector, budget, codec, profiler, task, metric };
-inline constexpr std::uint32_t role_count = 8;
+enum class Role : std::uint32_t { policy, scorer, selector, budget, codec, profiler, task, metric, pruner, rescorer };
+inline constexpr std::uint32_t role_count = 10;
 
 // The role's word in YAML, `list` and messages.
 constexpr const char* name_of(Role role) {
-  constexpr const char* words[role_count] = {"policy", "scorer",   "selector", "budget",
-                                             "codec",  "profiler", "task",     "metric"};
+  constexpr const char* words[role_count] = {"policy",   "scorer", "selector", "budget", "codec",
+                                             "profiler", "task",   "metric",   "pruner", "rescorer"};
   const auto i = static_cast<std::uint32_t>(role);
   return i < role_count ? words[i] : "?";
 }

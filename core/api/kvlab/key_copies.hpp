@@ -111,6 +111,9 @@ void code_keys(const PagedKv& kv, int newest, const KeyCodes& codes, Stream s);
 // page. Bytes: the candidates' codes, and out.
 void coded_row_dot(const PagedKv& kv, View<const float, 3> vectors, const PageList& pages, const KeyCodes& codes,
                    Scores out, Stream s);
+// The same for listed tokens: candidate i is entry i of the list.
+void coded_row_dot(const PagedKv& kv, View<const float, 3> vectors, const TokenList& tokens, const KeyCodes& codes,
+                   Scores out, Stream s);
 
 // list = for each KV head, as ascending places, the candidates that one of its heads of `logits` takes, and the head's
 // `newest` last places. Candidates and logits are those of coded_row_dot. A head's weights are exp(logit / temperature)
@@ -119,6 +122,8 @@ void coded_row_dot(const PagedKv& kv, View<const float, 3> vectors, const PageLi
 // f64. Bytes: the logits.
 void top_p_candidates(const PagedKv& kv, View<const float, 3> logits, const PageList& pages, float temperature, float p,
                       int newest, TokenList list, Stream s);
+void top_p_candidates(const PagedKv& kv, View<const float, 3> logits, const TokenList& tokens, float temperature,
+                      float p, int newest, TokenList list, Stream s);
 
 // Copies the keys at the `newest` last places of every row's heads, or all of a shorter head. Keys that are stored as
 // codes are decoded, and rounded to the copy's dtype. Bytes: these keys, twice.

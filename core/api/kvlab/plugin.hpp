@@ -22,6 +22,7 @@
 #include "kvlab/policy.hpp"
 #include "kvlab/profiler.hpp"
 #include "kvlab/roles.hpp"
+#include "kvlab/stages.hpp"
 #include "kvlab/task.hpp"
 
 #define KVLAB_EXPORT __attribute__((visibility("default")))
@@ -39,6 +40,8 @@ inline constexpr Role role_of = [] {
   if constexpr (std::is_same_v<Interface, Profiler>) return Role::profiler;
   if constexpr (std::is_same_v<Interface, Task>) return Role::task;
   if constexpr (std::is_same_v<Interface, AnswerMetric>) return Role::metric;
+  if constexpr (std::is_same_v<Interface, Pruner>) return Role::pruner;
+  if constexpr (std::is_same_v<Interface, Rescorer>) return Role::rescorer;
 }();
 
 namespace detail {
@@ -193,6 +196,14 @@ constexpr Registration task(std::string_view name, std::string_view help) {
 template <class T>
 constexpr Registration metric(std::string_view name, std::string_view help) {
   return Registration::of<AnswerMetric, T>(name, help);
+}
+template <class T>
+constexpr Registration pruner(std::string_view name, std::string_view help) {
+  return Registration::of<Pruner, T>(name, help);
+}
+template <class T>
+constexpr Registration rescorer(std::string_view name, std::string_view help) {
+  return Registration::of<Rescorer, T>(name, help);
 }
 
 namespace detail {

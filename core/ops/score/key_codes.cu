@@ -51,19 +51,19 @@ __global__ void __launch_bounds__(score_threads)
 struct Dots {
   DeviceKv kv;
   View<const float, 3> vectors;
-  PageList pages;
+  IndexList list;
   KeyCodes codes;
   View<float, 3> out;
   int group, passes;  // vectors of a KV head, and parts of them
-  int shift;          // 2^shift is the page size; -1 = none is
+  int unit, shift;    // places of an entry; 2^shift is their number, -1 = none is
 
-  __device__ int candidates(std::int64_t list, int head) const {
-    return static_cast<int>(min(
-        min(static_cast<std::int64_t>(pages.count(list, head)), pages.index.extent[2]) * kv.page_size, out.extent[2]));
+  __device__ int candidates(std::int64_t at, int head) const {
+    return static_cast<int>(
+        min(min(static_cast<std::int64_t>(list.count(at, head)), list.index.extent[2]) * unit, out.extent[2]));
   }
-  __device__ int place(std::int64_t list, int head, int i) const {
-    const int entry = shift >= 0 ? i >> shift : i / kv.page_size;
-    return pages.index(list, head, entry) * kv.page_size + (i - entry * kv.page_size);
+  __device__ int place(std::int64_t at, int head, int i) const {
+    const int entry = shift >= 0 ? i >> shift : i / unit;
+    return list.index(at, head, entry) * unit + (i - entry * unit);
   }
   __device__ int tokens(int row, int head) const {
     return static_cast<int>(min(static_cast<std::int64_t>(kv.tokens(row, head)), codes.code.extent[2]));
@@ -72,7 +72,7 @@ struct Dots {
 
 __global__ void __launch_bounds__(score_threads) plain_dots_kernel(const __grid_constant__ Dots a) {
   const int q = static_cast<int>(blockIdx.y), head = q / a.group, row = static_cast<int>(blockIdx.z);
-  const std::int64_t list = a.pages.at(row), slot = a.kv.kv.slots[row];
+  const std::int64_t list = a.list.at(row), slot = a.kv.kv.slots[row];
   const int n = a.tokens(row, head), count = a.candidates(list, head);
   for (int i = static_cast<int>(blockIdx.x * score_threads + threadIdx.x); i < count;
        i += static_cast<int>(gridDim.x) * score_threads) {
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(score_threads, Words > 4 ? 2 : 4) dots_kernel(
             offset = static_cast<int>(blockIdx.y) % a.passes * pass_vectors, row = static_cast<int>(blockIdx.z),
             slot = a.kv.kv.slots[row];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32, quarter = lane % 4;
-  const std::int64_t list = a.pages.at(row);
+  const std::int64_t list = a.list.at(row);
   const int n = a.tokens(row, head), count = a.candidates(list, head),
             step = static_cast<int>(gridDim.x) * warps * tile;
   int first = (static_cast<int>(blockIdx.x) * warps + warp) * tile;
@@ -238,18 +238,19 @@ void code_keys_cuda(const PagedKv& kv, int newest, const KeyCodes& codes, Stream
   check_launch("code_keys");
 }
 
-void coded_row_dot_cuda(const PagedKv& kv, View<const float, 3> vectors, const PageList& pages, const KeyCodes& codes,
-                        Scores out, Stream s) {
+void coded_entry_dot_cuda(const PagedKv& kv, View<const float, 3> vectors, const IndexList& list, int unit,
+                          const KeyCodes& codes, Scores out, Stream s) {
   if (kv.rows == 0) return;
-  const auto page = static_cast<unsigned>(kv.page_size);
+  const auto places = static_cast<unsigned>(unit);
   Dots a{DeviceKv(kv),
          vectors,
-         pages,
+         list,
          codes,
          out,
          static_cast<int>(vectors.extent[1]) / kv.kv_heads,
          1,
-         std::has_single_bit(page) ? std::countr_zero(page) : -1};
+         unit,
+         std::has_single_bit(places) ? std::countr_zero(places) : -1};
   const View<std::uint8_t, 4>& c = codes.code;
   const View<float, 4>& r = codes.range;
   const bool whole = reinterpret_cast<std::uintptr_t>(c.data) % 16 == 0 && c.stride[0] % 16 == 0 &&
@@ -270,6 +271,6 @@ void coded_row_dot_cuda(const PagedKv& kv, View<const float, 3> vectors, const P
 }  // namespace
 
 KVLAB_ON_CUDA(code_keys, code_keys_cuda);
-KVLAB_ON_CUDA(coded_row_dot, coded_row_dot_cuda);
+KVLAB_ON_CUDA(coded_entry_dot, coded_entry_dot_cuda);
 
 }  // namespace kvlab::ops

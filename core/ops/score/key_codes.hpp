@@ -17,7 +17,11 @@ constexpr std::uint32_t key_code(float x, float least, float scale) {
 }
 
 void code_keys_reference(const PagedKv& kv, int newest, const KeyCodes& codes);
-void coded_row_dot_reference(const PagedKv& kv, View<const float, 3> vectors, const PageList& pages,
-                             const KeyCodes& codes, Scores out);
+
+// coded_row_dot of listed entries, each of which stands for `unit` neighbouring places: a page, or a token.
+void coded_entry_dot(const PagedKv& kv, View<const float, 3> vectors, const IndexList& list, int unit,
+                     const KeyCodes& codes, Scores out, Stream s);
+void coded_entry_dot_reference(const PagedKv& kv, View<const float, 3> vectors, const IndexList& list, int unit,
+                               const KeyCodes& codes, Scores out);
 
 }  // namespace kvlab::ops

@@ -27,14 +27,14 @@ void code_keys_reference(const PagedKv& kv, int newest, const KeyCodes& codes) {
     }
 }
 
-void coded_row_dot_reference(const PagedKv& kv, View<const float, 3> vectors, const PageList& pages,
-                             const KeyCodes& codes, Scores out) {
+void coded_entry_dot_reference(const PagedKv& kv, View<const float, 3> vectors, const IndexList& list, int unit,
+                               const KeyCodes& codes, Scores out) {
   const int group = static_cast<int>(vectors.extent[1]) / kv.kv_heads;
   for (int r = 0; r < kv.rows; ++r)
     for (int q = 0; q < vectors.extent[1]; ++q) {
       const int h = q / group, slot = kv.slots[r];
-      for (int i = 0; i < pages.count(pages.at(r), h) * kv.page_size; ++i) {
-        const int t = pages.index(pages.at(r), h, i / kv.page_size) * kv.page_size + i % kv.page_size;
+      for (int i = 0; i < list.count(list.at(r), h) * unit; ++i) {
+        const int t = list.index(list.at(r), h, i / unit) * unit + i % unit;
         out(r, q, i) = -INFINITY;
         if (t >= kv.tokens(r, h)) continue;
         double sum = 0;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 #include <vector>
 
 #include "base/device_op.hpp"
@@ -142,6 +143,18 @@ void round_allotment(View<const std::int32_t, 2> length, const std::uint8_t* kee
         keep(r, h) = length(r, h);
       else if (keep(r, h) < length(r, h))
         keep(r, h) -= keep(r, h) % page_size;
+}
+
+void share_of_keep(View<const std::int32_t, 2> keep, int pinned, double share, View<std::int32_t, 2> out, Stream s) {
+  const char* op = "share_of_keep";
+  if (keep.extent[0] < out.extent[0] || keep.extent[1] < out.extent[1])
+    fail(Errc::internal, op, "got fewer numbers than it is to write, wanted [row, kv_head]");
+  if (!(share >= 0 && share <= 1))
+    fail(Errc::internal, op, "got a share of " + std::to_string(share) + ", wanted 0 to 1");
+  if (s.device() == Device::cuda) return on_cuda<share_of_keep>(keep, pinned, share, out, s);
+  for (std::int64_t r = 0; r < out.extent[0]; ++r)
+    for (std::int64_t h = 0; h < out.extent[1]; ++h)
+      out(r, h) = static_cast<std::int32_t>(share * std::max(0, keep(r, h) - pinned));
 }
 
 void numbers_of_rows(View<const std::int32_t, 2> of_slots, const std::int32_t* slots, View<std::int32_t, 2> out,

@@ -177,6 +177,23 @@ static void numbers_of_rows_cuda(View<const std::int32_t, 2> of_slots, const std
 }
 KVLAB_ON_CUDA(numbers_of_rows, numbers_of_rows_cuda);
 
+static __global__ void share_kernel(View<const std::int32_t, 2> keep, int pinned, double share,
+                                    View<std::int32_t, 2> out) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x, row = i / out.extent[1],
+                     head = i % out.extent[1];
+  if (row < out.extent[0])
+    out(row, head) = static_cast<std::int32_t>(__dmul_rn(share, static_cast<double>(max(0, keep(row, head) - pinned))));
+}
+
+static void share_of_keep_cuda(View<const std::int32_t, 2> keep, int pinned, double share, View<std::int32_t, 2> out,
+                               Stream s) {
+  const auto entries = out.extent[0] * out.extent[1];
+  if (entries <= 0) return;
+  share_kernel<<<static_cast<unsigned>((entries + 127) / 128), 128, 0, stream_of(s)>>>(keep, pinned, share, out);
+  check_launch("share_of_keep");
+}
+KVLAB_ON_CUDA(share_of_keep, share_of_keep_cuda);
+
 static void fill_heads_cuda(View<std::int32_t, 2> out, std::int32_t value, Stream s) {
   const auto entries = out.extent[0] * out.extent[1];
   if (entries <= 0) return;

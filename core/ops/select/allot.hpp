@@ -1,6 +1,7 @@
 // Ops that finish the work of the allot_* ops.
 #pragma once
 #include <kvlab/kv.hpp>
+#include <kvlab/stages.hpp>
 #include <kvlab/stream.hpp>
 
 namespace kvlab::ops {
@@ -16,5 +17,7 @@ void numbers_of_rows(View<const std::int32_t, 2> of_slots, const std::int32_t* s
 
 // out(row, head) = value.
 void fill_heads(View<std::int32_t, 2> out, std::int32_t value, Stream s);
+
+void share_of_keep_reference(View<const std::int32_t, 2> keep, int pinned, double share, View<std::int32_t, 2> out);
 
 }  // namespace kvlab::ops

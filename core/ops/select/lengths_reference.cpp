@@ -51,4 +51,13 @@ void round_allotment_reference(View<const std::int32_t, 2> length, const std::ui
     }
 }
 
+void share_of_keep_reference(View<const std::int32_t, 2> keep, int pinned, double share, View<std::int32_t, 2> out) {
+  for (int r = 0; r < out.extent[0]; ++r)
+    for (int h = 0; h < out.extent[1]; ++h) {
+      int n = 0;
+      while (n + 1 <= share * (keep(r, h) - pinned)) ++n;
+      out(r, h) = n;
+    }
+}
+
 }  // namespace kvlab::ops

@@ -25,7 +25,10 @@ inline void take_top_p(const float* weight, int n, double p, char* taken) {
   }
 }
 
-void top_p_candidates_reference(const PagedKv& kv, View<const float, 3> logits, const PageList& pages,
-                                float temperature, double p, int newest, TokenList list);
+// top_p_candidates of listed entries, each of which stands for `unit` neighbouring places: a page, or a token.
+void top_p_entries(const PagedKv& kv, View<const float, 3> logits, const IndexList& entries, int unit,
+                   float temperature, float p, int newest, TokenList list, Stream s);
+void top_p_entries_reference(const PagedKv& kv, View<const float, 3> logits, const IndexList& entries, int unit,
+                             float temperature, double p, int newest, TokenList list);
 
 }  // namespace kvlab::ops

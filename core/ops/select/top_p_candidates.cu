@@ -21,17 +21,17 @@ constexpr int threads = share_threads, most_near = 2048;
 struct Args {
   DeviceKv kv;
   View<const float, 3> logits;
-  PageList pages;
+  IndexList entries;
   TokenList list;
   float temperature;
   double p;
   int newest, group;
   int most, words;            // candidates of a head, and words of their marks
   bool held;                  // weights of a row have room in shared memory
-  int shift;                  // 2^shift is the page size; -1 = none is
+  int unit, shift;            // places of an entry; 2^shift is their number, -1 = none is
   unsigned *marks, *arrived;  // [row, kv_head, word], a bit for each candidate that is taken; [row, kv_head]. All zero
 
-  __device__ int entry(int i) const { return shift >= 0 ? i >> shift : i / kv.page_size; }
+  __device__ int entry(int i) const { return shift >= 0 ? i >> shift : i / unit; }
 };
 
 // The threshold of a share of weights that are at most 1, and the numbers of weights above it, at it and taken at it.
@@ -114,10 +114,10 @@ __global__ void __launch_bounds__(threads) top_p_candidates_kernel(const __grid_
   __shared__ double parts[share_parts];
   __shared__ unsigned scan[threads / 32], arrivals;
   const int q = blockIdx.x, head = q / a.group, row = blockIdx.y, tid = static_cast<int>(threadIdx.x);
-  const std::int64_t pages = a.pages.at(row);
+  const std::int64_t from_list = a.entries.at(row);
   const int of_list =
-      static_cast<int>(min(static_cast<std::int64_t>(a.pages.count(pages, head)), a.pages.index.extent[2]));
-  const int count = min(of_list * a.kv.page_size, a.most);
+      static_cast<int>(min(static_cast<std::int64_t>(a.entries.count(from_list, head)), a.entries.index.extent[2]));
+  const int count = min(of_list * a.unit, a.most);
   const float* logits = a.logits.data + row * a.logits.stride[0] + q * a.logits.stride[1];
   auto* weights = reinterpret_cast<float*>(dynamic);
 
@@ -174,12 +174,12 @@ __global__ void __launch_bounds__(threads) top_p_candidates_kernel(const __grid_
   __threadfence();
 
   // Candidates before the newest places, then these places.
-  const int n = a.kv.tokens(row, head), cut = n - min(n, a.newest), cut_page = a.entry(cut);
+  const int n = a.kv.tokens(row, head), cut = n - min(n, a.newest), cut_entry = a.entry(cut);
   int entries = of_list;
-  while (entries > 0 && a.pages.index(pages, head, entries - 1) >= cut_page) --entries;
-  int before_cut = entries * a.kv.page_size;
-  if (entries < of_list && a.pages.index(pages, head, entries) == cut_page)
-    before_cut += cut - cut_page * a.kv.page_size;
+  while (entries > 0 && a.entries.index(from_list, head, entries - 1) >= cut_entry) --entries;
+  int before_cut = entries * a.unit;
+  if (entries < of_list && a.entries.index(from_list, head, entries) == cut_entry)
+    before_cut += cut - cut_entry * a.unit;
   auto* taken = reinterpret_cast<unsigned*>(dynamic);
   unsigned *first_of = taken + a.words, kept = 0;
   for (int from = 0; from < a.words; from += threads) {
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(threads) top_p_candidates_kernel(const __grid_
     const std::int64_t place = first_of[w] + __popc(bits & ((1u << lane) - 1));
     if (!(bits >> lane & 1) || place >= room) continue;
     const int i = 32 * w + lane, entry = a.entry(i);
-    to[place * step] = a.pages.index(pages, head, entry) * a.kv.page_size + (i - entry * a.kv.page_size);
+    to[place * step] = a.entries.index(from_list, head, entry) * a.unit + (i - entry * a.unit);
   }
   for (int i = tid; cut + i < n; i += threads)
     if (kept + i < room) to[(kept + i) * step] = cut + i;
@@ -212,17 +212,17 @@ __global__ void __launch_bounds__(threads) top_p_candidates_kernel(const __grid_
   }
 }
 
-void top_p_candidates_cuda(const PagedKv& kv, View<const float, 3> logits, const PageList& pages, float temperature,
-                           float p, int newest, TokenList list, Stream s) {
+void top_p_entries_cuda(const PagedKv& kv, View<const float, 3> logits, const IndexList& entries, int unit,
+                        float temperature, float p, int newest, TokenList list, Stream s) {
   if (kv.rows == 0) return;
-  const std::int64_t most = std::min(pages.index.extent[2] * kv.page_size, logits.extent[2]);
+  const std::int64_t most = std::min(entries.index.extent[2] * unit, logits.extent[2]);
   const std::int64_t words = (most + 31) / 32, pairs = std::int64_t{kv.rows} * kv.kv_heads;
   const std::int64_t room = shared_bytes() - 16 * 1024;
   if (words * 8 > room)
     throw Error(Errc::unsupported,
                 "got up to " + std::to_string(most) + " candidates, wanted at most " + std::to_string(room * 4),
                 "op top_p_candidates");
-  const auto page = static_cast<unsigned>(kv.page_size);
+  const auto places = static_cast<unsigned>(unit);
   auto* marks = static_cast<unsigned*>(
       zeroed_scratch(s.handle(), "candidates taken", static_cast<std::size_t>(pairs * words + 1) * 4));
   auto* arrived =
@@ -230,7 +230,7 @@ void top_p_candidates_cuda(const PagedKv& kv, View<const float, 3> logits, const
   const bool held = most * 4 <= room;
   const Args a{DeviceKv(kv),
                logits,
-               pages,
+               entries,
                list,
                temperature,
                double{p},
@@ -239,7 +239,8 @@ void top_p_candidates_cuda(const PagedKv& kv, View<const float, 3> logits, const
                static_cast<int>(most),
                static_cast<int>(words),
                held,
-               std::has_single_bit(page) ? std::countr_zero(page) : -1,
+               unit,
+               std::has_single_bit(places) ? std::countr_zero(places) : -1,
                marks,
                arrived};
   check(cudaFuncSetAttribute(top_p_candidates_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -253,6 +254,6 @@ void top_p_candidates_cuda(const PagedKv& kv, View<const float, 3> logits, const
 
 }  // namespace
 
-KVLAB_ON_CUDA(top_p_candidates, top_p_candidates_cuda);
+KVLAB_ON_CUDA(top_p_entries, top_p_entries_cuda);
 
 }  // namespace kvlab::ops

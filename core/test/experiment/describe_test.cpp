@@ -93,7 +93,12 @@ TEST_CASE("describe shows what a method needs") {
              Catch::Contains("beside the rest of the step") && Catch::Contains("counted on the device"));
   CHECK_THAT(describe_text(registry, "h2o"),
              Catch::Contains("token state     score") && Catch::Contains("a GPU may replay decode steps as a graph"));
-  CHECK_THAT(describe_text(registry, "criticalkv"), Catch::Contains("the output projection"));
+  CHECK_THAT(describe_text(registry, "criticalkv"),
+             Catch::Contains("the output projection") && Catch::Contains("criticalkv (rescorer, ") &&
+                 Catch::Contains("{rescorer: {criticalkv: {first_stage: 0.5, epsilon: 1e-04}}, budget"));
+  CHECK_THAT(describe_text(registry, "twilight"),
+             Catch::Contains("twilight (policy, ") && Catch::Contains("twilight (pruner, ") &&
+                 Catch::Contains("{pruner: {twilight: {p: 0.85, dense_layers: 2}}, budget: {tokens: 512}}"));
   CHECK_THAT(describe_text(registry, "fastgen"), Catch::Contains("which are special or punctuation"));
   CHECK_THAT(describe_text(registry, "squeezed_attention"), Catch::Contains("once all layers have ended"));
   CHECK_THAT(describe_text(registry, "adakv"), !Catch::Contains("needs\n") && !Catch::Contains("profile: FILE"));
@@ -111,11 +116,11 @@ TEST_CASE("describe lists the keys that an entry of the plugin takes, and no oth
       if (text.find(std::string("\n  ") + key.name + " ") != text.npos) found += std::string(key.name) + " ";
     return found + (text.find("split") == text.npos ? "" : "with split");
   };
-  CHECK(keys("knorm") == "scorer budget schedule codec placement page_size profile with split");
-  CHECK(keys("quest") == "selector budget codec placement page_size ");
-  CHECK(keys("arkvale") == "policy budget placement page_size ");
-  CHECK(keys("flexicache") == "policy budget placement page_size profile ");
-  CHECK(keys("full") == "policy codec placement page_size ");
+  CHECK(keys("knorm") == "scorer rescorer budget schedule codec placement page_size profile with split");
+  CHECK(keys("quest") == "selector pruner budget codec placement page_size ");
+  CHECK(keys("arkvale") == "policy pruner budget placement page_size ");
+  CHECK(keys("flexicache") == "policy pruner budget placement page_size profile ");
+  CHECK(keys("full") == "policy pruner codec placement page_size ");
 }
 
 TEST_CASE("the schema is generated from the declarations") {

@@ -69,6 +69,8 @@ policies:
   - snapkv: {budget: {tokens: 512, split: {pyramid: {beta: 7}}}, window: 16, schedule: {prefill: false, every: 8}}
   - {name: mine, scorer: {snapkv: {kernel: 5}}, budget: {ratio: 0.25}, codec: int8, page_size: 32, profile: p.h5}
   - quest: {budget: {bytes: 2MiB}, placement: {tier: host, resident: 64, codec: {int8: {axis: channel}}}}
+  - {name: fewer, policy: full, pruner: {twilight: {p: 0.5}}}
+  - knorm: {budget: {tokens: 9}, rescorer: criticalkv}
 repeats: 2
 seed: [3, 4]
 metrics: [score, trace]
@@ -112,7 +114,7 @@ plugin_path: [mine, /opt/plugins]
   CHECK(e.tasks[2].metric->name == "similar");
   CHECK(e.tasks[2].metric->params.get<double>("ratio") == 0.25);
 
-  REQUIRE(names(e) == std::vector<std::string>{"full", "snapkv", "mine", "quest"});
+  REQUIRE(names(e) == std::vector<std::string>{"full", "snapkv", "mine", "quest", "fewer", "knorm"});
   CHECK(!e.policies[0].policy);
   CHECK(e.policies[0].page_size == 8);
   CHECK(e.policies[0].where == "exp.yaml:9:5");
@@ -148,8 +150,14 @@ plugin_path: [mine, /opt/plugins]
         R"("budget":{"bytes":2097152},"placement":{"tier":"host","resident":64,"codec":{"int8":{"axis":"channel"}}},)"
         R"("page_size":8})");
 
-  // (2 niah of seed 5 + 1 text of seeds 3 and 4) x 4 policies x 2 repeats
-  CHECK(plain_cells(e).size() == (2 + 2) * 4 * 2);
+  const PolicySpec& fewer = e.policies[4];
+  CHECK((!fewer.policy && fewer.pruner && fewer.pruner->params.get<double>("p") == 0.5));
+  CHECK(to_json(fewer).dump() == R"({"pruner":{"twilight":{"p":0.5,"top_p":true}},"page_size":8})");
+  REQUIRE(e.policies[5].rescorer);
+  CHECK(e.policies[5].rescorer->name == "criticalkv");
+
+  // (2 niah of seed 5 + 1 text of seeds 3 and 4) x 6 policies x 2 repeats
+  CHECK(plain_cells(e).size() == (2 + 2) * 6 * 2);
 }
 
 TEST_CASE("synthetic models and backends") {
@@ -289,6 +297,15 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
               {"says how and where"});
     }
   refused(p + "  - quest: {schedule: {every: 3}}\n", "exp.yaml:4:13: got a schedule without a scorer");
+  refused(p + "  - snapkv: {pruner: twilight}\n", "exp.yaml:4:14: got a pruner beside scorer 'snapkv'");
+  refused(p + "  - quest: {pruner: quest}\n", "exp.yaml:4:21: got unknown pruner 'quest'", {"'quest' is a selector"});
+  refused(p + "  - quest: {pruner: {twilight: {p: 2}}}\n", "exp.yaml:4:36: got 2");
+  refused(p + "  - quest: {rescorer: criticalkv}\n", "exp.yaml:4:13: got a rescorer without a scorer");
+  refused(p + "  - full: {rescorer: criticalkv}\n", "exp.yaml:4:12: got a rescorer without a scorer");
+  refused(p + "  - snapkv: {rescorer: knorm}\n", "exp.yaml:4:24: got unknown rescorer 'knorm'",
+          {"'knorm' is a scorer"});
+  refused(p + "  - snapkv: {rescorer: criticalkv, schedule: {prefill: false}}\n",
+          "exp.yaml:4:14: got a rescorer with schedule.prefill: false");
   refused(p + "  - {budget: {tokens: 3}}\n", "exp.yaml:4:5: got a policy without a name");
   refused(p + "  - {name: a, scorer: snapkv, selector: quest, window: 3}\n", "exp.yaml:4:48: got unknown key 'window'");
   refused(p + "  - [full]\n", "exp.yaml:4:5: got a list as a policy");
@@ -415,6 +432,9 @@ TEST_CASE("ablate") {
   refused(p + "ablate: {full: all}\n",
           "exp.yaml:4:16: got an ablation of 'full' (exp.yaml:3:12), which declares no components");
   refused(p + "ablate: all\n", "exp.yaml:4:9: got 'all' for 'ablate'");
+  const Experiment both = load(head + "policies: [quest: {pruner: twilight}]\nablate: {quest: [top_p]}\n");
+  CHECK(names(both) == std::vector<std::string>{"quest", "quest -top_p"});
+  CHECK(!both.policies[1].pruner->params.get<bool>("top_p"));
   refused(head + "policies: [quest: {reuse: false}]\nablate: {quest: [reuse]}\n", "exp.yaml:4:18: got 'reuse', but",
           {"'quest' (exp.yaml:3:12) has it switched off"});
 }
@@ -640,6 +660,11 @@ TEST_CASE("every key of a policy is a part of its cell's id and of its parameter
       "{name: p, selector: quest, budget: {tokens: 64}}",
       "{name: p, scorer: snapkv, selector: quest, budget: {tokens: 64}}",
       "{name: p, policy: streaming_llm, budget: {tokens: 64}}",
+      "{name: p, selector: quest, pruner: twilight, budget: {tokens: 64}}",
+      "{name: p, selector: quest, pruner: {twilight: {p: 0.5}}, budget: {tokens: 64}}",
+      "{name: p, policy: streaming_llm, pruner: twilight, budget: {tokens: 64}}",
+      "{name: p, scorer: snapkv, rescorer: criticalkv, budget: {tokens: 64}}",
+      "{name: p, scorer: snapkv, rescorer: {criticalkv: {first_stage: 0.2}}, budget: {tokens: 64}}",
       "{name: p, scorer: snapkv, budget: {tokens: 65}}",
       "{name: p, scorer: snapkv, budget: {bytes: 64}}",
       "{name: p, scorer: snapkv, budget: {ratio: 0.5}}",
@@ -672,7 +697,8 @@ TEST_CASE("every plugin that a cell uses counts with its library") {
   const std::string text = head +
                            "policies:\n  - {name: p, scorer: snapkv, selector: quest, budget: {tokens: 64, split: "
                            "pyramid}, codec: int8, placement: {tier: host, codec: int4}}\n"
-                           "  - streaming_llm: {budget: {tokens: 64}}\n";
+                           "  - {name: r, policy: streaming_llm, pruner: twilight, budget: {tokens: 64}}\n"
+                           "  - {name: s, scorer: knorm, rescorer: criticalkv, budget: {tokens: 64}}\n";
   test::FakeCatalog plugins;
   plugins.add(Role::codec, "int4", {});
   const auto ids = [&](const std::string& rebuilt) {
@@ -684,14 +710,15 @@ TEST_CASE("every plugin that a cell uses counts with its library") {
     return out;
   };
   const auto before = ids("");
-  REQUIRE(before.size() == 2);
-  CHECK(ids("knorm") == before);  // no cell uses it
+  REQUIRE(before.size() == 3);
+  CHECK(ids("f1") == before);  // no cell uses it
   for (const char* used : {"snapkv", "quest", "pyramid", "int8", "int4"}) {
     CAPTURE(used);
     CHECK(ids(used)[0] != before[0]);
     CHECK(ids(used)[1] == before[1]);
   }
-  CHECK(ids("streaming_llm")[1] != before[1]);
+  for (const char* used : {"streaming_llm", "twilight"}) CHECK(ids(used)[1] != before[1]);
+  for (const char* used : {"knorm", "criticalkv"}) CHECK(ids(used)[2] != before[2]);
   CHECK((ids("niah")[0] != before[0] && ids("niah")[1] != before[1]));
 }
 

@@ -23,6 +23,10 @@ class FakeCatalog final : public PluginCatalog {
     reuse.component = true;
     add(Role::selector, "quest",
         {make_param("dense_layers", 2, 0, any, ""), bounds, reuse, make_param("last_page", false, "")});
+    ParamSpec top = make_param("top_p", true, "");
+    top.component = true;
+    add(Role::pruner, "twilight", {make_param("p", 0.85, 0, 1, ""), top});
+    add(Role::rescorer, "criticalkv", {make_param("first_stage", 0.5, 0, 1, "")});
     add(Role::policy, "streaming_llm", {make_param("sinks", 4, 0, any, "")});
     add(Role::budget, "uniform", {});
     add(Role::budget, "pyramid", {make_param("beta", 20.0, 1, any, "")});

@@ -81,7 +81,9 @@ struct Subject {
   std::vector<DType> dtypes;  // Needs::dtypes
   bool own_amount = false;    // Needs::own_amount
   bool keeps_tokens = false;  // pages that are codes do, so core refuses later evictions and pages on the host
-  bool composed() const { return role == Role::budget || role == Role::codec; }
+  bool composed() const {
+    return role == Role::budget || role == Role::codec || role == Role::pruner || role == Role::rescorer;
+  }
   bool evicts() const { return spec.scorer.has_value(); }
   bool runs_with(DType dtype) const { return dtypes.empty() || std::count(dtypes.begin(), dtypes.end(), dtype) > 0; }
 };
@@ -116,6 +118,24 @@ class Subjects {
           add(*p, scorer->name + "+" + p->name, [&](PolicySpec& s) { s.scorer = use(*scorer), s.split = use(*p); });
       }
       if (!all_pairs) next += 3;
+    }
+    // A pruner meets all selectors and the whole cache. A rescorer meets snapkv and three more scorers, in turn.
+    for (const PluginInfo* p : all(Role::pruner)) {
+      if (!under_test(*p)) continue;
+      add(*p, "full+" + p->name, [&](PolicySpec& s) { s.pruner = use(*p); });
+      for (const PluginInfo* selector : selectors)
+        add(*p, selector->name + "+" + p->name,
+            [&](PolicySpec& s) { s.selector = use(*selector), s.pruner = use(*p); });
+    }
+    next = 0;
+    for (const PluginInfo* p : all(Role::rescorer)) {
+      if (!under_test(*p)) continue;
+      for (std::size_t i = 0; i < scorers.size(); ++i)
+        if ((i + scorers.size() - next % scorers.size()) % scorers.size() < 3 || scorers[i]->name == "snapkv" ||
+            !of_the_tree() || every_pair())
+          add(*p, scorers[i]->name + "+" + p->name,
+              [&](PolicySpec& s) { s.scorer = use(*scorers[i]), s.rescorer = use(*p); });
+      next += 3;
     }
     // int8 meets all scorers and selectors. Each other codec meets one of both, in turn: they differ in formats alone.
     int turn = 0;
@@ -176,6 +196,9 @@ class Subjects {
   // The spec, whose policy attends as full does to what it keeps. With a parameter `p` it reads the whole share. With
   // `positions` tokens have those of the text.
   PolicySpec as_full(PolicySpec spec) {
+    if (spec.pruner)
+      if (const PluginInfo& info = registry_.require(Role::pruner, spec.pruner->name); find_param(info, "p"))
+        spec.pruner = use(info, {{"p", 1.}});
     if (!spec.policy) return spec;
     const PluginInfo& info = registry_.require(Role::policy, spec.policy->name);
     std::map<std::string, ParamValue> given;

@@ -147,17 +147,33 @@ class OnText final : public EngineObserver {
     std::string name;
     std::map<std::string, ParamValue> params;
   };
+  // A pruner or a rescorer beside `name`, which may be `full`.
+  struct Second {
+    Role role = Role::pruner;
+    std::string name;
+    std::map<std::string, ParamValue> params;
+  };
   OnText(Role role, const std::string& name, const std::map<std::string, ParamValue>& params, int budget, int tokens,
-         int page_size, const MakeProfile& make, const std::optional<Split>& split = {})
+         int page_size, const Second& second, const std::optional<Split>& split = {})
+      : OnText(role, name, params, budget, tokens, page_size, MakeProfile(), split, second) {}
+  OnText(Role role, const std::string& name, const std::map<std::string, ParamValue>& params, int budget, int tokens,
+         int page_size, const MakeProfile& make, const std::optional<Split>& split = {},
+         const std::optional<Second>& second = {})
       : model_(load_model(*open_model("bundled/recall", "", ""), DType::f32, "recall")) {
     static Registry registry;
     const RegistryCatalog catalog(registry);
     PolicySpec spec;
     spec.name = name;
-    const PluginUse use{role, name, resolve(registry.require(role, name), params)};
-    (role == Role::scorer ? spec.scorer : role == Role::selector ? spec.selector : spec.policy) = use;
-    if (split)
-      spec.split = {Role::budget, split->name, resolve(registry.require(Role::budget, split->name), split->params)};
+    const auto use = [](Role of, const std::string& plugin, const std::map<std::string, ParamValue>& given) {
+      return PluginUse{of, plugin, resolve(registry.require(of, plugin), given)};
+    };
+    if (name != "full")
+      (role == Role::scorer     ? spec.scorer
+       : role == Role::selector ? spec.selector
+                                : spec.policy) = use(role, name, params);
+    if (split) spec.split = use(Role::budget, split->name, split->params);
+    if (second)
+      (second->role == Role::pruner ? spec.pruner : spec.rescorer) = use(second->role, second->name, second->params);
     EngineOptions o;
     if (budget > 0) o.budget = {BudgetAmount::tokens, static_cast<double>(budget)};  // 0 = unlimited
     o.max_tokens = tokens;

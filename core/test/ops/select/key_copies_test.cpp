@@ -58,13 +58,22 @@ TEST_CASE("keys in 4 bits by hand") {
     CHECK(codes.code(0, 0, 3, 0) == (0 | 8 << 4));
     CHECK(codes.code(0, 0, 3, 1) == (15 | 15 << 4));
     CHECK(codes.code(0, 0, 5, 1) == (0 | 15 << 4));
-    reference ? ops::coded_row_dot_reference(s.kv(), s.asked(), s.second, codes, s.scores())
+    reference ? ops::coded_entry_dot_reference(s.kv(), s.asked(), s.second, 4, codes, s.scores())
               : ops::coded_row_dot(s.kv(), s.asked(), s.second, codes, s.scores(), Stream::cpu());
     CHECK(s.scores()(0, 0, 0) == Approx(.1));
     CHECK(s.scores()(0, 1, 0) == Approx(3));
     CHECK(s.scores()(0, 1, 1) == Approx(-3));
     CHECK(s.scores()(0, 1, 2) == -INFINITY);  // the page has two tokens
     CHECK(s.scores()(0, 1, 4) == -7);         // it is not listed
+    ListMemory memory;
+    const TokenList two{memory.empty({1, 1, 2})};
+    two.index(0, 0, 0) = 3, two.index(0, 0, 1) = 5, two.count(0, 0) = 2;
+    reference ? ops::coded_entry_dot_reference(s.kv(), s.asked(), two, 1, codes, s.scores())
+              : ops::coded_row_dot(s.kv(), s.asked(), two, codes, s.scores(), Stream::cpu());
+    CHECK(s.scores()(0, 0, 1) == Approx(.1));
+    CHECK(s.scores()(0, 1, 0) == Approx(3));
+    CHECK(s.scores()(0, 1, 1) == Approx(-3));
+    CHECK(s.scores()(0, 1, 2) == -INFINITY);  // as it was
   }
 }
 
@@ -81,7 +90,7 @@ TEST_CASE("candidates of a share by hand") {
     const auto taken = [&](float p, int newest) {
       ListMemory memory;
       const TokenList list{memory.empty({1, 1, 8})};
-      reference ? ops::top_p_candidates_reference(s.kv(), s.scores(), s.second, 2, p, newest, list)
+      reference ? ops::top_p_entries_reference(s.kv(), s.scores(), s.second, 4, 2, p, newest, list)
                 : ops::top_p_candidates(s.kv(), s.scores(), s.second, 2, p, newest, list, Stream::cpu());
       return std::vector<int>(memory.index.begin(), memory.index.begin() + memory.count[0]);
     };
@@ -92,6 +101,24 @@ TEST_CASE("candidates of a share by hand") {
     s.second.index(0, 0, 0) = 0, s.second.count(0, 0) = 1;  // the second page's newest tokens are no candidates
     CHECK(taken(.4f, 2) == std::vector<int>{0, 4, 5});
     CHECK(taken(.4f, 100) == std::vector<int>{0, 1, 2, 3, 4, 5});
+
+    // The same weights for tokens 0, 1, 2, 4 and 5 alone.
+    ListMemory listed;
+    const TokenList from{listed.empty({1, 1, 5})};
+    from.count(0, 0) = 0;
+    for (const int t : {0, 1, 2, 4, 5}) from.index(0, 0, from.count(0, 0)++) = t;
+    s.scores()(0, 1, 4) = -INFINITY;
+    const auto of_list = [&](float p, int newest) {
+      ListMemory memory;
+      const TokenList list{memory.empty({1, 1, 8})};
+      reference ? ops::top_p_entries_reference(s.kv(), s.scores(), from, 1, 2, p, newest, list)
+                : ops::top_p_candidates(s.kv(), s.scores(), from, 2, p, newest, list, Stream::cpu());
+      return std::vector<int>(memory.index.begin(), memory.index.begin() + memory.count[0]);
+    };
+    CHECK(of_list(.8f, 0) == std::vector<int>{0, 1, 2});
+    CHECK(of_list(.6f, 1) == std::vector<int>{0, 1, 5});
+    CHECK(of_list(.9f, 3) == std::vector<int>{0, 1, 2, 3, 4, 5});
+    CHECK(of_list(1, 0) == std::vector<int>{0, 1, 2, 4, 5});
   }
 }
 
@@ -155,6 +182,9 @@ TEST_CASE("copies of keys: what cannot be is refused") {
   s.second.index(0, 0, 0) = 2;
   CHECK_THROWS_WITH(ops::coded_row_dot(kv, s.asked(), s.second, codes, s.scores(), cpu),
                     Catch::Contains("got page 2 in a list, wanted one of 2"));
+  list.index(0, 0, 0) = 6, list.count(0, 0) = 1;
+  CHECK_THROWS_WITH(ops::coded_row_dot(kv, s.asked(), list, codes, s.scores(), cpu),
+                    Catch::Contains("got token 6 in a list, wanted one of 6"));
   s.second.index(0, 0, 0) = 1;
   CHECK_THROWS_WITH(ops::coded_row_dot(kv, s.asked(), s.second, codes, Scores::dense(s.out.data(), {1, 2, 3}), cpu),
                     Catch::Contains("got room for 3 candidates, wanted 4"));

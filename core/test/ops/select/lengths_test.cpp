@@ -66,6 +66,14 @@ TEST_CASE("older_pages, lengths and round_allotment by hand") {
   CHECK(keep == Ints{9, 8, 0, 8});
   ops::round_allotment(of, none, 4, kept, Stream::cpu());
   CHECK(keep == Ints{9, 8, 0, 8});  // a head that keeps everything keeps its partial page, too
+
+  Ints part(4);
+  const auto parts = View<std::int32_t, 2>::dense(part.data(), {2, 2});
+  ops::share_of_keep(kept, 1, .5, parts, Stream::cpu());
+  CHECK(part == Ints{4, 3, 0, 3});
+  CHECK_THROWS_WITH(ops::share_of_keep(kept, 1, 1.5, parts, Stream::cpu()), Catch::Contains("got a share of 1.5"));
+  CHECK_THROWS_WITH(ops::share_of_keep(View<const std::int32_t, 2>{}, 1, .5, parts, Stream::cpu()),
+                    Catch::Contains("got fewer numbers than it is to write"));
 }
 
 TEST_CASE("aged_pages by hand") {
