@@ -2,7 +2,7 @@
 """Writes core/test/golden/policies/<model>.json: every policy's kept positions, pages, mass and logits on tiny models.
 
 Usage: export_policies.py [core/test/golden [SmolLM2.gguf | --evicting | --heads | --retrieval | --offloading |
-                                              --sampling | --others | --text]]
+                                              --sampling | --others | --stages | --text]]
 Format: README.md in this folder. For the tiny models it tries token seeds until no selection depends on rounding.
 With --evicting it writes only <model>-evicting.json, the cases of evicting_policies.py. The other groups do alike.
 With --text it writes only recall.json: one case of each policy on real text, by the model datasets/models/recall.
@@ -232,7 +232,21 @@ OTHERS = {
     "razor_attention_compensation_prompt": {**RAZOR, "compensation": True, "while_decoding": False},
 }
 
-LONG_LISTS = {spec["name"] for specs in (RETRIEVAL, OFFLOADING, SAMPLING, OTHERS) for spec in specs.values()}  # fewer steps
+OVER_QUEST = {**QUEST, "name": "quest+twilight", "pruner": {"p": 0.6, "dense_layers": 1}}
+OVER_SNAPKV = {**SNAPKV, "name": "snapkv+criticalkv", "rescorer": {}}
+STAGES = {
+    "quest_twilight": OVER_QUEST,
+    "quest_twilight_pinned": {**OVER_QUEST, "last_page": True, "pruner": {"p": 0.85, "dense_layers": 1}},
+    "sparq_twilight": {**SPARQ, "name": "sparq+twilight", "pruner": {"p": 0.7, "dense_layers": 0}},
+    "full_twilight": {"name": "full+twilight", "pruner": {"p": 0.5, "dense_layers": 1}},
+    "snapkv_criticalkv": OVER_SNAPKV,
+    "snapkv_criticalkv_adakv": {**OVER_SNAPKV, "budget": {"tokens": 24, "split": "adakv", "floor": 0.2},
+                                "rescorer": {"first_stage": 0.3}},
+    "snapkv_criticalkv_pyramid": {**OVER_SNAPKV, "budget": {"tokens": 24, "split": "pyramid", "beta": 4}},
+    "h2o_criticalkv": {"name": "h2o+criticalkv", "budget": BUDGET, "heavy": 0.5, "rescorer": {"first_stage": 0.25}},
+}
+
+LONG_LISTS = {spec["name"] for specs in (RETRIEVAL, OFFLOADING, SAMPLING, OTHERS, STAGES) for spec in specs.values()}  # fewer steps
 
 # Real text, on a model of 8 layers and 4 KV heads. PROFILE's rows are those of a layer.
 TEXT_PROMPT, TEXT_FORCED = 120, 6
@@ -256,7 +270,7 @@ TEXT = {name: {**spec, **({"profile": {array: PROFILE[array] for array in spec["
         for name, spec in TEXT.items()}
 
 GROUPS = {"": CASES, "--evicting": EVICTING, "--heads": HEADS, "--retrieval": RETRIEVAL, "--offloading": OFFLOADING,
-          "--sampling": SAMPLING, "--others": OTHERS}
+          "--sampling": SAMPLING, "--others": OTHERS, "--stages": STAGES}
 
 REAL = {name: {"name": name, "budget": {"tokens": 64}}
         for name in ("streaming_llm", "snapkv", "h2o", "knorm", "quest")}

@@ -23,6 +23,7 @@ import profile_policies  # noqa: F401
 import retrieval_policies  # noqa: F401
 import sampling_policies  # noqa: F401
 import scoring_policies  # noqa: F401
+import stage_policies  # noqa: F401
 
 
 class LayerCache:

@@ -151,6 +151,27 @@ def test_criticalkv():
     assert layer_policies.projected_norms(torch.tensor([[[1., 2], [-1, 1], [3, 0]]]), weight, 2).tolist() == [[5, 3, 6]]
 
 
+def test_second_stages():
+    # The card's scores and sizes, and a pinned token at the end. W has one row, so a value's size is its own.
+    spec = {"name": "h2o+criticalkv", "budget": {"tokens": 3}, "heavy": 0.7, "rescorer": {}}
+    one = model()
+    one.w = {"model.layers.0.self_attn.o_proj.weight": torch.ones(1, 1)}
+    values, sums = torch.tensor([[[1.], [1], [4], [10], [1]]]), torch.tensor([[.5, .3, .15, .05, 9]])
+    policy = policies.make(spec, one)
+    assert lists(policy.prompt(0, prompt(5, v=values, column_sums=sums))) == [[0, 2, 4]]
+    assert torch.equal(policy.scores[0][0], sums[0, [0, 2, 4]])
+    # A query of 1 gives tokens 1 and 3 of all four the weights .2 and .8 of what quest reads of them.
+    spec = {"name": "quest+twilight", "page_size": 1, "budget": {"tokens": 2}, "min_pages": 1, "dense_layers": 0,
+            "pruner": {"p": 0.7, "dense_layers": 0}}
+    keys = torch.tensor([[[0.], [1], [-9], [1 + math.log(4)], [-9]]])
+    read, pages = policies.make(spec, model()).select(0, torch.ones(1, 1), keys, None)
+    assert lists(read) == [[3, 4]] and pages is None
+    spec["pruner"]["p"] = 0.9
+    assert lists(policies.make(spec, model()).select(0, torch.ones(1, 1), keys, None)[0]) == [[1, 3, 4]]
+    spec["pruner"]["dense_layers"] = 1
+    assert lists(policies.make(spec, model()).select(0, torch.ones(1, 1), keys, None)[0]) == [[1, 3]]
+
+
 def test_zigzag():
     assert layer_policies.tokens_of_mass(torch.tensor([[.5, .3, .15, .05], [1., 0, 0, 0]]), .9).tolist() == [3, 1]
     assert layer_policies.zigzag_budgets([10, 20, 30, 40], 100, 20, 1, 1000) == [52, 84, 116, 148]

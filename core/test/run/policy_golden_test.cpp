@@ -36,14 +36,25 @@ PolicySpec spec_of(const json& p, Registry& registry) {
       s.split = use(registry, Role::budget, split, {{"floor", b["floor"].get<double>()}, {"exact_total", false}});
   }
   if (p.contains("codec")) s.codec = use(registry, Role::codec, p["codec"], {});
-  std::map<std::string, ParamValue> params;
-  for (const auto& [key, value] : p.items()) {
-    if (key == "name" || key == "budget" || key == "codec" || key == "page_size" || key == "profile") continue;
-    const std::string name = key == "positions" && s.name == "streaming_llm" ? "rope" : key;
-    if (value.is_boolean()) params[name] = value.get<bool>();
-    if (value.is_number_integer()) params[name] = value.get<std::int64_t>();
-    if (value.is_number_float()) params[name] = value.get<double>();
-    if (value.is_string()) params[name] = value.get<std::string>();
+  const auto params_of = [&](const json& map) {
+    std::map<std::string, ParamValue> params;
+    for (const auto& [key, value] : map.items()) {
+      if (key == "name" || key == "budget" || key == "codec" || key == "page_size" || key == "profile") continue;
+      const std::string name = key == "positions" && s.name == "streaming_llm" ? "rope" : key;
+      if (value.is_boolean()) params[name] = value.get<bool>();
+      if (value.is_number_integer()) params[name] = value.get<std::int64_t>();
+      if (value.is_number_float()) params[name] = value.get<double>();
+      if (value.is_string()) params[name] = value.get<std::string>();
+    }
+    return params;
+  };
+  std::map<std::string, ParamValue> params = params_of(p);
+  // FIRST+SECOND
+  if (const std::size_t plus = s.name.find('+'); plus != s.name.npos) {
+    const bool prunes = p.contains("pruner");
+    (prunes ? s.pruner : s.rescorer) = use(registry, prunes ? Role::pruner : Role::rescorer, s.name.substr(plus + 1),
+                                           params_of(p[prunes ? "pruner" : "rescorer"]));
+    s.name.resize(plus);
   }
   if (s.name == "full") return s;
   if (registry.find(Role::selector, s.name)) {
@@ -125,7 +136,7 @@ TEST_CASE("policies keep, read and predict what the reference does") {
       GENERATE(as<std::string>{}, "llama-gqa3", "llama-gqa4-rope3", "llama-gqa3-evicting", "llama-gqa4-rope3-evicting",
                "llama-gqa3-heads", "llama-gqa4-rope3-heads", "llama-gqa3-retrieval", "llama-gqa4-rope3-retrieval",
                "llama-gqa3-offloading", "llama-gqa4-rope3-offloading", "llama-gqa3-sampling",
-               "llama-gqa4-rope3-sampling", "llama-gqa3-others", "llama-gqa4-rope3-others", "recall");
+               "llama-gqa4-rope3-sampling", "llama-gqa3-others", "llama-gqa4-rope3-others", "llama-gqa3-stages", "llama-gqa4-rope3-stages", "recall");
   std::ifstream in(test::golden("policies/" + name + ".json"));
   const json golden = json::parse(in);
   const auto model = load_model(*open_checkpoint(test::golden(golden["model"])), DType::f32, name);

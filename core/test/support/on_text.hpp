@@ -209,13 +209,14 @@ class OnText final : public EngineObserver {
   }
 
   void prefill(int tokens) {  // feeds the text's next tokens as a prompt
-    REQUIRE(engine_->prefill(slot_,
-                             std::span(text_).subspan(static_cast<std::size_t>(fed_), static_cast<std::size_t>(tokens)),
-                             true, {}) == Fit::ok);
+    const Fit fit = engine_->prefill(
+        slot_, std::span(text_).subspan(static_cast<std::size_t>(fed_), static_cast<std::size_t>(tokens)), true, {});
+    REQUIRE(fit == Fit::ok);  // what it throws is the test's
     fed_ += tokens;
   }
   void step() {  // feeds the text's next token
-    REQUIRE(engine_->step({slot_}, {&text_[static_cast<std::size_t>(fed_++)], 1}, {}) == Fit::ok);
+    const Fit fit = engine_->step({slot_}, {&text_[static_cast<std::size_t>(fed_++)], 1}, {});
+    REQUIRE(fit == Fit::ok);
   }
   // The text's ids. A test may replace some that were not fed yet.
   std::vector<int>& text() { return text_; }
