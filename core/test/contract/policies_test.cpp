@@ -209,7 +209,7 @@ TEST_CASE("the budget holds while decoding: tokens where the schedule evicts, pa
                     count_of(kept_of(p.engine->store(), p.slot)) <= heads * static_cast<std::size_t>(tokens));
       if (pages.most == 0) {
         CHECK_CAUSE("select() leaves its list empty; count(row, head) says how many pages it has",
-                    !s.spec.selector || s.spec.pruner);
+                    (!s.spec.selector || s.spec.pruner));
         continue;
       }
       if (s.own_amount) continue;

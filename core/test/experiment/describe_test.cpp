@@ -95,7 +95,7 @@ TEST_CASE("describe shows what a method needs") {
              Catch::Contains("token state     score") && Catch::Contains("a GPU may replay decode steps as a graph"));
   CHECK_THAT(describe_text(registry, "criticalkv"),
              Catch::Contains("the output projection") && Catch::Contains("criticalkv (rescorer, ") &&
-                 Catch::Contains("{rescorer: {criticalkv: {first_stage: 0.5, epsilon: 1e-04}}, budget"));
+                 Catch::Contains("{rescorer: {criticalkv: {first_stage: 0.5, epsilon: 0.0001}}, budget"));
   CHECK_THAT(describe_text(registry, "twilight"),
              Catch::Contains("twilight (policy, ") && Catch::Contains("twilight (pruner, ") &&
                  Catch::Contains("{pruner: {twilight: {p: 0.85, dense_layers: 2}}, budget: {tokens: 512}}"));
