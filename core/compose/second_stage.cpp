@@ -56,6 +56,12 @@ Needs with_second_stage(Needs first, const Needs& second, Role role, const std::
                   std::string("got a ") + name_of(role) + " that needs " + name +
                       ", wanted one that needs no more than kvlab/stages.hpp allows",
                   entry);
+  if (first.output_projection() && second.output_projection())
+    throw Error(
+        Errc::config,
+        "got a scorer and a rescorer that both ask for the output projection, wanted one of the two: its scratch is "
+        "there once",
+        entry);
   // A rescorer takes no part in decode steps.
   return first.devices(common(first.devices(), second.devices(), "device", entry))
       .dtypes(common(first.dtypes(), second.dtypes(), "element type", entry))

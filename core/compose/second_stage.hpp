@@ -8,7 +8,7 @@
 namespace kvlab {
 
 // `role`: of the second stage, for messages. Errc::plugin for a need that such a stage cannot have. Errc::config for
-// two that have no device or element type in common.
+// two that both ask for the output projection, and for two that have no device or element type in common.
 Needs with_second_stage(Needs first, const Needs& second, Role role, const std::string& entry);
 
 }  // namespace kvlab

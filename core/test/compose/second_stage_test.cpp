@@ -229,6 +229,8 @@ TEST_CASE("what two methods need together") {
   CHECK(both({}, Needs{}.output_projection(true), Role::rescorer).output_projection());
   CHECK_THROWS_WITH(both(Needs{}.devices({Device::cpu}), Needs{}.devices({Device::cuda})),
                     Catch::Contains("got two methods that have no device in common"));
+  CHECK_THROWS_WITH(both(Needs{}.output_projection(true), Needs{}.output_projection(true), Role::rescorer),
+                    Catch::Contains("got a scorer and a rescorer that both ask for the output projection"));
   CHECK_THROWS_WITH(both({}, Needs{}.mass(Mass::decode)), Catch::Contains("got a pruner that needs mass"));
   CHECK_THROWS_WITH(both({}, Needs{}.output_projection(true)),
                     Catch::Contains("got a pruner that needs output_projection"));

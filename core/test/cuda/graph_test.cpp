@@ -445,12 +445,13 @@ TEST_CASE("cuda engine: steps that evict are replayed") {
 TEST_CASE("cuda engine: steps that read lists of an amount of their own, or chunks, are replayed") {
   int known = 0;
   for (const test::Subject& s : test::subjects().list()) {
-    const bool chunks = s.label == "shadowkv";
-    if (!chunks && s.label != "twilight" && s.label != "lserve" && s.label != "magicpig" && s.label != "infinigen")
+    const bool takes_budget = s.label == "shadowkv" || s.label == "quest+twilight";
+    if (!takes_budget && s.label != "twilight" && s.label != "lserve" && s.label != "magicpig" &&
+        s.label != "infinigen")
       continue;
     CAPTURE(s.label);
     ++known;
-    Pair p(chunks ? test::with_budget(s.spec, BudgetAmount::tokens, 48) : s.spec);
+    Pair p(takes_budget ? test::with_budget(s.spec, BudgetAmount::tokens, 48) : s.spec);
     const int a = p.open(30, 1), b = p.open(70, 2);  // a outgrows the amounts of two in its steps
     for (int i = 0; i < 18; ++i) p.step({a, b});
     for (int i = 0; i < 3; ++i) p.step({b});
@@ -459,7 +460,7 @@ TEST_CASE("cuda engine: steps that read lists of an amount of their own, or chun
     CHECK(p.graphs.fired() > 0);
     p.graphs.store().check_invariants();
   }
-  CHECK(known == 5);
+  CHECK(known == 6);
 }
 
 TEST_CASE("cuda engine: steps that read made-up tokens, and let tokens join them, are replayed") {

@@ -266,8 +266,8 @@ class Subjects {
     std::shared_ptr<Policy> made;
     try {
       made = policy(s.spec);
-    } catch (const Error& e) {  // some codecs go with some parts alone
-      if (!s.spec.codec || e.code() != Errc::config) throw;
+    } catch (const Error& e) {  // some codecs and rescorers go with some parts alone
+      if ((!s.spec.codec && !s.spec.rescorer) || e.code() != Errc::config) throw;
       skipped_.push_back(label + ": refused, " + e.what());
       return;
     }
