@@ -50,6 +50,7 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   s.planned_on_host = needs.planned_on_host();
   s.archive = needs.archive();
   s.functional = needs.functional();
+  s.rebuilds_keys = needs.rebuilds_keys();
   s.spill = o.spill;
   s.copy_by_host = o.copy_by_host;
   return s;
@@ -170,7 +171,8 @@ CacheMemory Engine::memory(const Model& model, Policy& policy, const EngineOptio
   m.mass = mass_bytes(s, needs.any_mass());
   m.scratch_of_callback =
       number * s.query_heads * (needs.scratch_numbers() * slots * s.max_tokens + std::int64_t{s.head_dim} * s.head_dim);
-  if (needs.functional()) m.scratch_of_callback += 2 * number * s.kv_heads * s.head_dim * s.max_tokens;
+  if (needs.functional() || needs.rebuilds_keys())
+    m.scratch_of_callback += 2 * number * s.kv_heads * s.head_dim * s.max_tokens;
   if (needs.output_projection()) m.scratch_of_callback += Projection::scratch_bytes(s, model.config.hidden);
   m.scratch = m.scratch_of_callback * (needs.observe_beside() ? 2 : 1);
   m.frame = taken.frame;

@@ -248,6 +248,8 @@ std::string needs_text(const PluginInfo& plugin) {
       rows.push_back({"functional",
                       "it changes stored values; bytes and times are those of the full-width cache and of what the "
                       "method keeps beside it"});
+    if (n.rebuilds_keys())
+      rows.push_back({"keys", "pages come from the host without them, and factors on the device give them back"});
     if (n.future_mass())
       rows.push_back({"future", "the attention of a run of the full cache on the same prompts, which comes first"});
     if (n.all_layers()) rows.push_back({"layers", "all at once, after a step"});

@@ -69,6 +69,8 @@ class CpuStore final : public Store {
   void give_back(Tier tier, PageEntry& e);
   void count_frame(Tier tier, const PageLayout& l, int sign);
   void copy_page(int layer, int slot, int head, int page, Tier from, Tier to);
+  bool comes_without_keys(const Edit& e, int slot, int head, int page) const;
+  void rebuild_pages(const Edit& e, int slot, int head, const std::vector<int>& pages);
   // spared: bytes of the page that did not cross, because it is packed.
   void count_arrival(Tier to, const PageLayout& l, std::int64_t spared = 0);
   void copy_state_down(int layer, int slot, int head, int page);

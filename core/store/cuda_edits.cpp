@@ -100,6 +100,11 @@ CudaStorePlace CudaStore::place_of(const Edit& e, const std::vector<std::int32_t
   a.rooms = e.rooms;
   a.reuse = e.reuse;
   a.order = e.order;
+  if (e.keys && options_.host_codec == options_.codecs[0]) {
+    a.keys = *e.keys;
+    a.rebuilds = rebuilds_.as<CudaStorePlace::Rebuild>();
+    a.rebuild_counts = rebuild_counts_.as<std::int32_t>();
+  }
   // In a graph the sizes must not depend on lengths.
   const int p = options_.shape.page_size;
   a.most = in_graph_ ? static_cast<int>(pages_per_head_) : (max_length(e.layer, slots) + p - 1) / p;
@@ -142,12 +147,15 @@ void CudaStore::copy_placed_by_host(const CudaStoreLayer& l, const CudaStorePlac
   synchronize(s);
   const auto bytes = static_cast<std::size_t>(l.layout.bytes);
   for (Move& job : jobs) {
+    const bool up = job.kind == CudaStorePlace::up || job.kind == CudaStorePlace::up_without_keys;
     if (job.kind != CudaStorePlace::leave) {
-      const int to = job.kind == CudaStorePlace::up ? 0 : 1;
-      copy_memory(l.base[to] + std::int64_t{job.to} * granule_bytes,
-                  l.base[1 - to] + std::int64_t{job.from} * granule_bytes, bytes, s);
+      const int to = up ? 0 : 1;
+      const std::int64_t skip = job.kind == CudaStorePlace::up_without_keys ? l.layout.v : 0;
+      copy_memory(l.base[to] + std::int64_t{job.to} * granule_bytes + skip,
+                  l.base[1 - to] + std::int64_t{job.from} * granule_bytes + skip,
+                  bytes - static_cast<std::size_t>(skip), s);
     }
-    if (job.kind == CudaStorePlace::up || job.kind == CudaStorePlace::down) continue;
+    if (up || job.kind == CudaStorePlace::down) continue;
     job.kind = CudaStorePlace::leave;
     left.push_back(job);
   }
@@ -208,7 +216,14 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
     a.awaited = true;
     only_on_cuda<cuda_store::plan_places>(l, std::vector{a}, stream_);
     if (options_.copy_by_host) copy_placed_by_host(l, a, stream_);
-    only_on_cuda<cuda_store::copy_placed>(l, a, stream_);
+    if (!a.keys) {
+      only_on_cuda<cuda_store::copy_placed>(l, a, stream_);
+      return {Fit::ok, -1};
+    }
+    only_on_cuda<cuda_store::copy_placed>(l, a, side_->begin());
+    side_->end(SideStream::no_lane);
+    only_on_cuda<cuda_store::rebuild_placed>(l, a, options_.rope_table, stream_);
+    side_->join();
     return {Fit::ok, -1};
   }
   const int lane = side_->next();
@@ -217,6 +232,7 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
   if (options_.copy_by_host) copy_placed_by_host(l, a, stream_);
   only_on_cuda<cuda_store::copy_placed>(l, a, side_->begin());
   side_->end(lane);
+  if (a.keys) only_on_cuda<cuda_store::rebuild_placed>(l, a, options_.rope_table, stream_);
   return {Fit::ok, -1};
 }
 

@@ -54,6 +54,20 @@ __device__ inline void poison_frame(const CudaStoreLayer& s, int tier, const Pag
   for (std::int64_t i = 0; i < l.bytes / std::int64_t{sizeof(uint4)}; ++i) words[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
 }
 
+// Stores one element of a row in the cache's dtype. Returns whether its bits changed.
+__device__ inline bool put_element(std::byte* row, DType dtype, int d, float x) {
+  if (dtype == DType::f32) {
+    unsigned* to = reinterpret_cast<unsigned*>(row) + d;
+    const unsigned bits = __float_as_uint(x), before = *to;
+    *to = bits;
+    return bits != before;
+  }
+  auto* to = reinterpret_cast<unsigned short*>(row) + d;
+  const unsigned short bits = ops::nearest_bits(x, dtype == DType::f16), before = *to;
+  *to = bits;
+  return bits != before;
+}
+
 // The peak is noted here: the pool's count is least just before a kernel gives back its first frame.
 __device__ inline void give_back(const CudaStoreLayer& s, int tier, PageEntry& e) {
   if (e.frame < 0) return;

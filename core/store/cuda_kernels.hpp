@@ -3,6 +3,7 @@
 // Kernels check a policy's lists. A wrong list changes nothing of its head and sets a StoreError.
 #pragma once
 #include <kvlab/edits.hpp>
+#include <kvlab/key_factors.hpp>
 #include <kvlab/kv.hpp>
 #include <kvlab/stream.hpp>
 
@@ -42,6 +43,7 @@ struct CudaStoreCounters {
   std::int32_t owed = 0;
   unsigned long long moved[2] = {};   // pages that arrived on a tier
   unsigned long long spared[2] = {};  // units of 16 bytes of them that did not cross, because they are packed
+  unsigned long long rebuilt = 0;     // pages that arrived on the device without their keys
   unsigned long long states = 0;      // pages whose token state a drop copied to the host
   unsigned long long fetched = 0;     // tokens that came from archives
   unsigned long long fired = 0;       // edits that changed something
@@ -123,7 +125,7 @@ struct CudaStorePageEdit : CudaStoreList {
 // Jobs of four words: the kind, the frame to read, the frame to write, tokens. Where pages are packed, the last one is
 // the page's entry in CudaStoreLayer::host_entries.
 struct CudaStorePlace : CudaStoreList {
-  enum Job : std::int32_t { up, down, down_and_leave, leave };
+  enum Job : std::int32_t { up, down, down_and_leave, leave, up_without_keys };
   struct Move {  // a job as it lies in `jobs`; from, to: frames
     std::int32_t kind, from, to, tokens;
   };
@@ -144,6 +146,12 @@ struct CudaStorePlace : CudaStoreList {
   std::int32_t* busy = nullptr;           // [slot] becomes 1 where the plan writes jobs; or null
   bool awaited = false;                   // the step waits for the copies
   unsigned long long* last = nullptr;     // the layer's latest edit that counted as fired; edits are numbered from 1
+  KeyFactors keys;                        // pages that they cover come without keys; or none
+  struct Rebuild {                        // such a page
+    std::int32_t slot, head, page, frame;
+  };
+  Rebuild* rebuilds = nullptr;            // [rows * kv_heads * most], and
+  std::int32_t* rebuild_counts = nullptr; // {pages, blocks that are done}; zero before and after
 };
 
 struct CudaStoreEncode : CudaStoreList {
@@ -226,6 +234,8 @@ void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream strea
 inline constexpr std::size_t most_places = 4;
 void plan_places(const CudaStoreLayer& first, const std::vector<CudaStorePlace>& all, Stream stream);
 void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream);
+// Makes the keys of pages that come without them. It may run beside the copies.
+void rebuild_placed(const CudaStoreLayer& s, const CudaStorePlace& a, const RopeTable& rope, Stream stream);
 // Says what runs beside the kernels of a step that are launched next. They leave it room.
 enum class BesideStep : std::uint8_t { nothing, copies, checks };
 void leave_room(BesideStep work);

@@ -8,6 +8,8 @@
 
 #include "base/lanes.cuh"
 #include "base/relay.cuh"
+#include "ops/page/codes.hpp"
+#include "ops/score/key_factors.cuh"
 #include "ops/select/select.cuh"
 #include "store/cuda_kernels.hpp"
 #include "store/cuda_packed.hpp"
@@ -21,6 +23,7 @@ namespace {
 constexpr int threads = 256;
 // Blocks that copy while the step waits. With more requests under way they get more of the link than copies beside it.
 constexpr int awaited_blocks = 16;
+constexpr unsigned rebuild_blocks = 512;
 
 // Sums `mine` over the lanes before this one; `all` gets the warp's sum.
 __device__ int before_in_warp(int mine, int& all) {
@@ -157,12 +160,15 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
   }
   __syncthreads();
 
+  const auto without_keys = [&](int page) {
+    return a.keys.tokens != nullptr && a.keys.cover(slot, head, page, p);
+  };
   const auto job = [&](int kind, int from, int to, int last) {
     const int i = atomicAdd(a.counts, 1);
     a.jobs[4 * i] = kind, a.jobs[4 * i + 1] = from, a.jobs[4 * i + 2] = to, a.jobs[4 * i + 3] = last;
   };
   bool changed = false;
-  int arrived = 0, written = 0;
+  int arrived = 0, written = 0, rebuilt = 0;
   for (int i = mine; i < ups || i < reusable; i += threads) {
     PageEntry* gone = i < reusable ? &h.table[0][frames[i]] : nullptr;
     changed = true;
@@ -187,8 +193,13 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
     } else if (!take(s, 0, to, low.tokens, store_no_room)) {
       continue;
     }
-    job(CudaStorePlace::up, low.frame, to.frame, last_of_job(s, lower, low.tokens));
+    const bool without = without_keys(coming[i]);
+    job(without ? CudaStorePlace::up_without_keys : CudaStorePlace::up, low.frame, to.frame,
+        last_of_job(s, lower, low.tokens));
     ++arrived;
+    if (!without) continue;
+    a.rebuilds[atomicAdd(a.rebuild_counts, 1)] = {slot, head, coming[i], to.frame};
+    ++rebuilt;
   }
   for (int page = mine; page < pages; page += threads) {
     const bool leaves = leave[page / 32] >> (page % 32) & 1u, copies = copy[page / 32] >> (page % 32) & 1u;
@@ -205,9 +216,14 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
   }
   if (a.busy && (changed || written)) a.busy[slot] = 1;
   if (arrived) atomicAdd(&s.counters->moved[0], static_cast<unsigned long long>(arrived));
+  if (rebuilt) atomicAdd(&s.counters->rebuilt, static_cast<unsigned long long>(rebuilt));
   if (written) atomicAdd(&s.counters->moved[1], static_cast<unsigned long long>(written));
   // Edits of other layers run at the same time, so each layer knows its own.
   if (changed && atomicExch(a.last, a.edit) != a.edit) atomicAdd(&s.counters->fired, 1ull);
+}
+
+__device__ inline bool is_up(int kind) {
+  return kind == CudaStorePlace::up || kind == CudaStorePlace::up_without_keys;
 }
 
 // Blocks of one warp. A lane has a job; the first lane copies for all of them.
@@ -225,10 +241,11 @@ __global__ void __launch_bounds__(32) relay_kernel(const __grid_constant__ CudaS
       const bool leaves = has && (mine.x == CudaStorePlace::leave || mine.x == CudaStorePlace::down_and_leave);
       for (unsigned left = __ballot_sync(~0u, has && mine.x != CudaStorePlace::leave); left; left &= left - 1) {
         const int of = __ffs(static_cast<int>(left)) - 1;
-        const int to = __shfl_sync(~0u, mine.x, of) == CudaStorePlace::up ? 0 : 1;
-        const std::byte* from = frame_at(s, 1 - to, __shfl_sync(~0u, mine.y, of));
-        std::byte* target = frame_at(s, to, __shfl_sync(~0u, mine.z, of));
-        if (lane == 0) relay.copy(from, target, static_cast<unsigned>(s.layout.bytes));
+        const int kind = __shfl_sync(~0u, mine.x, of), to = is_up(kind) ? 0 : 1;
+        const std::int64_t skip = kind == CudaStorePlace::up_without_keys ? s.layout.v : 0;
+        const std::byte* from = frame_at(s, 1 - to, __shfl_sync(~0u, mine.y, of)) + skip;
+        std::byte* target = frame_at(s, to, __shfl_sync(~0u, mine.z, of)) + skip;
+        if (lane == 0) relay.copy(from, target, static_cast<unsigned>(s.layout.bytes - skip));
       }
       if (!__any_sync(~0u, leaves)) continue;
       if (lane == 0) relay.finish();
@@ -255,6 +272,28 @@ __global__ void __launch_bounds__(threads)
     __syncwarp();
     if (lane == 0 && (kind == CudaStorePlace::leave || kind == CudaStorePlace::down_and_leave))
       give_frame_back(s, from);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) end_copies(counts);
+}
+
+// A block has a page at a time. Its positions may still be on their way, so they are those of the host's copy.
+__global__ void __launch_bounds__(ops::rebuild_threads)
+    rebuild_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ KeyFactors keys,
+                   const __grid_constant__ RopeTable rope, const CudaStorePlace::Rebuild* all, std::int32_t* counts) {
+  __shared__ ops::RebuildShared shared;
+  const PageLayout& l = s.layout;
+  const int count = counts[0], p = l.page_size;
+  for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
+    const CudaStorePlace::Rebuild of = all[i];
+    const auto* positions = reinterpret_cast<const std::int32_t*>(
+        frame_at(s, 1, head_of(s, of.slot, of.head).table[1][of.page].frame) + l.positions);
+    std::byte* frame = frame_at(s, 0, of.frame);
+    for (int first = 0; first < p; first += ops::rebuilt_at_once)
+      ops::rebuild_keys(
+          keys, rope, of.slot, of.head, of.page * p + first, min(ops::rebuilt_at_once, p - first), shared,
+          [&](int t) { return positions[first + t]; },
+          [&](int t, int d, float x) { put_element(frame + ops::row_offset(l, true, first + t), l.dtype, d, x); });
   }
   __syncthreads();
   if (threadIdx.x == 0) end_copies(counts);
@@ -321,6 +360,13 @@ void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream
   check_launch("copy_placed");
 }
 KVLAB_ON_CUDA(copy_placed, copy_placed);
+
+void rebuild_placed(const CudaStoreLayer& s, const CudaStorePlace& a, const RopeTable& rope, Stream stream) {
+  rebuild_kernel<<<rebuild_blocks, ops::rebuild_threads, 0, stream_of(stream)>>>(s, a.keys, rope, a.rebuilds,
+                                                                                a.rebuild_counts);
+  check_launch("rebuild_placed");
+}
+KVLAB_ON_CUDA(rebuild_placed, rebuild_placed);
 
 void leave_room(BesideStep work) {
   left_free.to_cache = work == BesideStep::checks   ? checking_multiprocessors

@@ -13,20 +13,6 @@ namespace {
 
 constexpr int warps = 4;  // warps of a block
 
-// Stores one element. Returns whether its bits changed.
-__device__ inline bool put(std::byte* row, DType dtype, int d, float x) {
-  if (dtype == DType::f32) {
-    unsigned* to = reinterpret_cast<unsigned*>(row) + d;
-    const unsigned bits = __float_as_uint(x), before = *to;
-    *to = bits;
-    return bits != before;
-  }
-  auto* to = reinterpret_cast<unsigned short*>(row) + d;
-  const unsigned short bits = ops::nearest_bits(x, dtype == DType::f16), before = *to;
-  *to = bits;
-  return bits != before;
-}
-
 // Grid [row and kv_head, part of the pages]. A warp has one page at a time.
 __global__ void __launch_bounds__(warps * 32)
     rewrite_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreRewrite a) {
@@ -48,7 +34,7 @@ __global__ void __launch_bounds__(warps * 32)
     for (int t = 0; t < tokens; ++t) {
       std::byte* to = frame + ops::row_offset(l, a.key, t);
       const float* from = &a.values(row, head, page * p + t, 0);
-      for (int d = lane; d < dim; d += 32) changed |= put(to, l.dtype, d, from[d]);
+      for (int d = lane; d < dim; d += 32) changed |= put_element(to, l.dtype, d, from[d]);
     }
     if (!__any_sync(~0u, changed)) continue;
     if (lane == 0) {

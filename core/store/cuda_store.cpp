@@ -142,6 +142,7 @@ CudaStore::Sizes CudaStore::sizes(const StoreOptions& o) {
   if (!o.host_pages) return out;
   out.place_jobs = 4 * (lane_of_beside + cuda_store::most_places) * of_layer * word;
   out.place_counts = 2 * (lane_of_beside + 1) * word;
+  if (o.rebuilds_keys) out.rebuilds = of_layer * sizeof(CudaStorePlace::Rebuild) + 2 * word;
   out.placed_flags = heads;
   out.spilled_flags = slots;
   out.spare_counts = n(s.layers) * slots * sizeof(Spare);
@@ -159,7 +160,7 @@ StoreBytes CudaStore::bytes(const StoreOptions& o) {
   // A place in the list of each codec and in that of reclaim, and what an extent has.
   if (o.codecs.size() > 1) places = 3 + 2 * (frame / frame_layout(o, o.codecs[1]).bytes + 1);
   const std::size_t lists =
-      s.jobs + s.place_jobs + s.place_counts + s.placed_flags + s.spilled_flags + s.spare_counts + s.reloads;
+      s.jobs + s.place_jobs + s.place_counts + s.rebuilds + s.placed_flags + s.spilled_flags + s.spare_counts + s.reloads;
   return {static_cast<std::int64_t>(2 * s.table + s.lengths + s.lower_pages + s.archive + s.archived + s.counters +
                                     s.rows + s.all_rows + s.inv_freq + lists) +
               (host_frames + 2) * place + before_frames,
@@ -174,6 +175,10 @@ void CudaStore::prepare_places(const Sizes& taken) {
   };
   place_jobs_ = StreamMemory(stream_, taken.place_jobs);
   place_counts_ = zeros(taken.place_counts);
+  if (taken.rebuilds) {
+    rebuilds_ = StreamMemory(stream_, taken.rebuilds - 2 * sizeof(std::int32_t));
+    rebuild_counts_ = zeros(2 * sizeof(std::int32_t));
+  }
   returned_ = zeros(static_cast<std::size_t>(1 + capacity_[0]) * sizeof(std::int32_t));
   placed_flags_ = zeros(taken.placed_flags);
   spilled_flags_ = zeros(taken.spilled_flags);
@@ -182,7 +187,7 @@ void CudaStore::prepare_places(const Sizes& taken) {
   const Shape& s = options_.shape;
   if (options_.pauses) reloads_ = std::make_unique<Reloads>(stream_, s.layers * most_pages_of_layer(s), s.max_slots);
   ledger_.hold(Tier::device, Tag::workspace,
-               static_cast<std::int64_t>(place_jobs_.bytes() + returned_.bytes() + taken.reloads));
+               static_cast<std::int64_t>(place_jobs_.bytes() + returned_.bytes() + taken.rebuilds + taken.reloads));
 }
 
 void CudaStore::make_pool(CudaPool pool, std::int64_t frames, std::int64_t places) {
@@ -463,6 +468,9 @@ void CudaStore::count_ledger() {
   }
   ledger_.move(Tier::host, Tag::scores, static_cast<std::int64_t>(known_.states - counted_states_) * columns);
   counted_states_ = known_.states;
+  ledger_.move(Tier::device, Tag::keys,
+               static_cast<std::int64_t>(known_.rebuilt - counted_rebuilt_) * (layouts_[0].k - layouts_[0].v));
+  counted_rebuilt_ = known_.rebuilt;
   count_fetched(layouts_[0], static_cast<std::int64_t>(known_.fetched - counted_fetched_));
   counted_fetched_ = known_.fetched;
 }

@@ -118,7 +118,7 @@ class CudaStore final : public Store {
   struct Sizes {
     std::size_t table = 0, lengths = 0, lower_pages = 0, rows = 0, all_rows = 0, inv_freq = 0, jobs = 0, summaries = 0;
     std::size_t archive = 0, archived = 0, counters = 0;
-    std::size_t place_jobs = 0, place_counts = 0, placed_flags = 0, spilled_flags = 0, spare_counts = 0,
+    std::size_t place_jobs = 0, place_counts = 0, rebuilds = 0, placed_flags = 0, spilled_flags = 0, spare_counts = 0,
                 reloads = 0;  // for place edits
   };
   static Sizes sizes(const StoreOptions& options);
@@ -264,6 +264,7 @@ class CudaStore final : public Store {
   std::unique_ptr<SideStream> side_;
   std::unique_ptr<Reloads> reloads_;        // with StoreOptions::pauses
   StreamMemory place_jobs_, place_counts_;  // CudaStorePlace::jobs, counts
+  StreamMemory rebuilds_, rebuild_counts_;  // CudaStorePlace's, of one edit at a time in the main stream
   StreamMemory returned_;                   // CudaStoreLayer::returned, behind its count
   StreamMemory placed_flags_;               // [layer, slot, kv_head] u8: CudaStoreLayer::placed
   StreamMemory spilled_flags_;              // [slot] u8
@@ -299,7 +300,8 @@ class CudaStore final : public Store {
   Frames free_bound_ = {};
   Frames counted_frames_ = {};  // counts that the ledger has
   std::int64_t counted_pages_ = 0;
-  unsigned long long counted_moved_[2] = {0, 0}, counted_spared_[2] = {0, 0}, counted_states_ = 0, counted_fetched_ = 0;
+  unsigned long long counted_moved_[2] = {0, 0}, counted_spared_[2] = {0, 0}, counted_states_ = 0, counted_fetched_ = 0,
+                     counted_rebuilt_ = 0;
 };
 
 }  // namespace kvlab

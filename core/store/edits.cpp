@@ -7,6 +7,7 @@
 
 #include "ops/page/packed.hpp"
 #include "ops/page/paged.hpp"
+#include "ops/score/key_factors.hpp"
 #include "ops/score/verify.hpp"
 #include "ops/select/select.hpp"
 #include "store/cpu_store.hpp"
@@ -304,8 +305,34 @@ Applied CpuStore::edit_page(const Edit& e, int slot, int head, int page) {
   if (to.frame != null_frame) return {};  // an existing copy is valid
   const Tier tier = up ? Tier::device : Tier::host;
   if (!take(tier, to, 0)) return {Fit::out_of_memory, 0};
-  copy_page(e.layer, slot, head, page, up ? Tier::host : Tier::device, tier);
+  if (!up || !comes_without_keys(e, slot, head, page)) {
+    copy_page(e.layer, slot, head, page, up ? Tier::host : Tier::device, tier);
+    return {Fit::ok, 1};
+  }
+  const PageLayout& l = host_layout_;  // the device's is the same
+  std::memcpy(device_.at(to.frame) + l.v, host_.at(host.frame) + l.v, static_cast<std::size_t>(l.bytes - l.v));
+  to.tokens = host.tokens;
+  count_arrival(tier, l);
+  ledger_.move(tier, Tag::keys, l.k - l.v);
   return {Fit::ok, 1};
+}
+
+bool CpuStore::comes_without_keys(const Edit& e, int slot, int head, int page) const {
+  return e.verb == Edit::recall && e.keys && options_.host_codec == options_.codecs[0] &&
+         e.keys->cover(slot, head, page, options_.shape.page_size);
+}
+
+void CpuStore::rebuild_pages(const Edit& e, int slot, int head, const std::vector<int>& pages) {
+  const int p = options_.shape.page_size, dim = options_.shape.head_dim, count = static_cast<int>(pages.size());
+#pragma omp parallel for schedule(dynamic)
+  for (int i = 0; i < count; ++i) {
+    const Place to = place(e.layer, slot, head, pages[static_cast<std::size_t>(i)] * p);
+    std::vector<float> keys(static_cast<std::size_t>(p * dim));
+    ops::rebuild_keys(*e.keys, slot, head, pages[static_cast<std::size_t>(i)] * p, p,
+                      reinterpret_cast<const std::int32_t*>(to.frame + to.layout->positions), options_.rope_table,
+                      keys.data(), dim);
+    for (int t = 0; t < p; ++t) ops::write_row(to.frame, *to.layout, KvSide::key, t, &keys[static_cast<std::size_t>(t * dim)]);
+  }
 }
 
 Fit CpuStore::recall_layer(int layer, int slot) {
@@ -335,7 +362,8 @@ Applied CpuStore::place_pages(const Edit& e, const std::vector<std::int32_t>& sl
   const int p = s.page_size;
   Applied done;
   std::vector<bool> chosen;
-  std::vector<int> others;  // pages that may leave, the first to leave first
+  std::vector<int> others;   // pages that may leave, the first to leave first
+  std::vector<int> rebuilt;  // pages that came without keys
   Edit part = e;
   for (std::size_t row = 0; row < slots.size(); ++row)
     for (int head = 0; head < s.kv_heads; ++head) {
@@ -369,8 +397,14 @@ Applied CpuStore::place_pages(const Edit& e, const std::vector<std::int32_t>& sl
       if (e.order) std::sort(others.begin(), others.end(), [&](int a, int b) { return key(a) < key(b); });
       const int leave = static_cast<int>(others.size()) - std::max(0, stays);
       for (int i = 0; i < leave; ++i) edit(Edit::drop, others[static_cast<std::size_t>(i)]);
-      for (int page = 0; page < pages; ++page)
-        if (chosen[static_cast<std::size_t>(page)] && !edit(Edit::recall, page)) return done;
+      rebuilt.clear();
+      for (int page = 0; page < pages && done.fit == Fit::ok; ++page) {
+        if (!chosen[static_cast<std::size_t>(page)]) continue;
+        const bool there = device[page].frame != null_frame;
+        if (edit(Edit::recall, page) && !there && comes_without_keys(part, slot, head, page)) rebuilt.push_back(page);
+      }
+      if (!rebuilt.empty()) rebuild_pages(part, slot, head, rebuilt);
+      if (done.fit != Fit::ok) return done;
     }
   return done;
 }

@@ -1,6 +1,7 @@
 #include "store/store.hpp"
 
 #include <kvlab/error.hpp>
+#include <kvlab/key_factors.hpp>
 
 #include <algorithm>
 #include <utility>
@@ -38,10 +39,13 @@ void check_archive(const StoreOptions& o) {
 
 // Refuses what edits that change keys and values do not go with.
 void check_functional(const StoreOptions& o) {
-  const auto refuse = [](const std::string& what) {
-    throw Error(Errc::unsupported, "got Needs::functional with " + what, "the cache");
+  const auto refuse = [&](const std::string& what) {
+    throw Error(Errc::unsupported,
+                std::string("got Needs::") + (o.functional ? "functional" : "rebuilds_keys") + " with " + what,
+                "the cache");
   };
-  if (!o.functional) return;
+  if (!o.functional && !o.rebuilds_keys) return;
+  if (o.rebuilds_keys && !o.host_pages) refuse("no pages on the host, wanted Needs::host_pages");
   if (o.rope != RopeRegime::original) refuse("another RoPE regime, wanted original");
   if (o.archive) refuse("Needs::archive, wanted one of the two: archived copies would be stale");
   for (const CodecSpec& c : o.codecs)
@@ -75,8 +79,21 @@ void check_waiting(const Edit& e) {
   const IndexList& list = e.list;
   if (list.index.stride[1] != list.index.extent[2] || list.index.stride[2] != 1 || list.count.stride[1] != 1)
     throw Error(Errc::unsupported, "got a strided list of an edit to come, wanted a dense one", "the cache");
+  if (e.keys)
+    throw Error(Errc::plugin, "edit of layer " + std::to_string(e.layer) +
+                                  ": got factors of keys in an edit to come, wanted one for this or the next attention");
   if (e.rooms || e.order)
     throw Error(Errc::unsupported, "got `rooms` or `order` in a place edit to come, wanted `room`", "the cache");
+}
+
+void check_keys(const Edit& e, const StoreOptions& o) {
+  const auto refuse = [&](const char* what) {
+    throw Error(Errc::plugin, "edit of layer " + std::to_string(e.layer) + ": got factors of keys " + what);
+  };
+  if (!o.rebuilds_keys) refuse("without Needs::rebuilds_keys, wanted the policy to ask for it");
+  const KeyFactors& f = *e.keys;
+  if (!f || f.dtype != o.shape.dtype || f.kv_heads != o.shape.kv_heads || f.pages != o.shape.max_pages())
+    refuse("of another cache, wanted those of KeptKeyFactors");
 }
 
 }  // namespace
@@ -320,6 +337,10 @@ void Store::check_edit(const Edit& e, std::size_t rows) const {
     bad(e, "got a list of fewer rows or heads than the callback has, wanted [row, kv_head]");
   if (e.verb == Edit::place && !options_.host_pages)
     bad(e, "got a place edit without Needs::host_pages, wanted the policy to ask for it");
+  if (e.keys) {
+    check_keys(e, options_);
+    if (beside_) bad(e, "got factors of keys beside the step, wanted them in select, prefill or finish_prompt");
+  }
   if (e.rooms && (e.rooms.extent[0] < wanted || e.rooms.extent[1] < s.kv_heads))
     bad(e, "got rooms of fewer rows or heads than the callback has, wanted [row, kv_head]");
   if (e.order && (e.order.extent[0] < wanted || e.order.extent[1] < s.kv_heads || e.order.stride[2] != 1))
@@ -348,8 +369,10 @@ void Store::check_surplus(const Edit& e, std::int64_t rows) const {
 
 void Store::check_rewrite(const Edit& e, const std::vector<std::int32_t>& slots) const {
   const Shape& s = options_.shape;
-  if (!options_.functional)
+  if (!options_.functional && !options_.rebuilds_keys)
     bad(e, "got a rewrite from a policy without Needs::functional, wanted the policy to ask for it");
+  if (!options_.functional && e.side != KvSide::key)
+    bad(e, "got a rewrite of values from a policy with Needs::rebuilds_keys, wanted keys alone");
   const auto& extent = e.rows.extent;
   if (extent[0] < std::ssize(slots) || extent[1] < s.kv_heads || extent[2] < max_length(e.layer, slots) ||
       extent[3] != s.head_dim || e.rows.stride[3] != 1)

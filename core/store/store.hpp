@@ -54,6 +54,7 @@ struct StoreOptions {
   bool all_layers = false;       // view_all, and edits of all layers
   bool planned_on_host = false;  // see Needs::planned_on_host
   bool functional = false;       // rewrite needs it; see Needs::functional
+  bool rebuilds_keys = false;    // or it needs this; see Needs::rebuilds_keys
 };
 
 enum class Fit : std::uint8_t { ok, out_of_memory };  // the store returns out_of_memory and does not throw it

@@ -1,8 +1,9 @@
-// ShadowKV: keys of a prompt get a low rank, as they were before RoPE. A step reads the chunks whose landmarks fit its
-// query best, and those that no landmark stands for. Sun et al. 2024. Nothing is evicted, and nothing leaves the
-// device.
+// ShadowKV: keys of a prompt get a low rank, as they were before RoPE, and their factors stay on the device. A step reads
+// the chunks whose landmarks fit its query best, and those that no landmark stands for. Their values come from the host,
+// and their keys from the factors. Sun et al. 2024. Nothing is evicted.
 #include <kvlab/chunks.hpp>
-#include <kvlab/low_rank.hpp>
+#include <kvlab/key_factors.hpp>
+#include <kvlab/partial_keys.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/rewrite.hpp>
 
@@ -23,21 +24,25 @@ class ShadowKv final : public kvlab::Policy {
         local_(p.get<int>("local_chunks")),
         divisor_(p.get<int>("logit_dim")),
         group_(p.get<kvlab::GroupRule>("group")),
-        factorises_(p.get<bool>("low_rank")) {
+        factorises_(p.get<bool>("low_rank")),
+        offloads_(p.get<bool>("offload")) {
     for (const auto& [rule, name] : kvlab::Choices<kvlab::GroupRule>::all)
       if (rule == group_ && rule != kvlab::GroupRule::max && rule != kvlab::GroupRule::mean)
         throw kvlab::Error(kvlab::Errc::config, std::string("got group ") + name + ", wanted max or mean");
   }
 
   kvlab::Needs needs() const override {
-    return kvlab::Needs{}.functional(true).finish_prompt(factorises_).capturable(true).scratch_numbers(6);
+    return kvlab::Needs{}
+        .functional(!offloads_)
+        .rebuilds_keys(offloads_)
+        .host_pages(offloads_)
+        .finish_prompt(factorises_ || offloads_)
+        .capturable(true)
+        .scratch_numbers(6);
   }
 
   void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
     const int width = shape.kv_heads * shape.head_dim;
-    if (factorises_ && rank_ > width)
-      throw kvlab::Error(kvlab::Errc::config, "got rank " + std::to_string(rank_) + ", wanted at most " +
-                                                  std::to_string(width) + ", the elements of all KV heads' keys");
     if (budget.kind == BudgetAmount::bytes || (budget.kind == BudgetAmount::ratio && budget.value < 1))
       throw kvlab::Error(kvlab::Errc::config,
                          std::string("got a budget ") +
@@ -52,9 +57,12 @@ class ShadowKv final : public kvlab::Policy {
                                                   " tokens, wanted a multiple of " + std::to_string(chunk_) +
                                                   ", the tokens of a chunk");
     kept_ = kvlab::KeptChunks("chunks", shape, chunk_, w);
-    if (factorises_)
+    if (factorises_) {
+      factors_ = kvlab::KeptKeyFactors("factors of keys", shape, rank_, w);
       directions_ = kvlab::RankDirections::in(
           w.room("directions of keys", kvlab::RankDirections::bytes(shape.layers, width)), shape.layers, width);
+    }
+    if (offloads_) pages_ = kvlab::KeptPages("pages to read", shape, shape.max_pages(), w);
     const std::vector<std::int32_t> most(static_cast<std::size_t>(shape.max_slots * shape.kv_heads),
                                          tokens / chunk_ - outliers_ - local_);
     most_ = kvlab::View<const std::int32_t, 2>::dense(
@@ -71,18 +79,20 @@ class ShadowKv final : public kvlab::Policy {
 
   // A prompt has one row, and its callbacks of all layers come one after the other.
   void finish_prompt(const kvlab::LayerKv& kv, kvlab::Edits& edits, kvlab::Stream s) override {
-    if (!limited_ || !rewrites(kv)) return;
-    if (kv.layer == 0) kvlab::ops::rank_directions(directions_, rank_, s);
-    const auto exact = rows(kv, "exact keys");
-    kvlab::ops::read_rows(kv.keys, exact, s);
-    const auto keys = keys_before_rope(kv, s);
-    kvlab::ops::project_rows(kv.pages, directions_, kv.layer, rank_, keys, s);
-    kvlab::ops::turn_rows(kv.pages, kvlab::ops::RopeTurn::on, keys, s);
-    const kvlab::KeyChunks& chunks = kept_.of(kv);
+    if (!limited_ || kv.budget_tokens(0) >= kv.position[0]) return;
     const auto whole = kv.list<kvlab::TokenList>("tokens that stay exact", kv.max_length);
-    kvlab::ops::chunk_tokens(kv.pages, {}, {}, chunks, whole, s);
-    kvlab::ops::copy_rows(kv.pages, whole, exact, keys, s);
-    edits.rewrite(kvlab::KvSide::key, keys);
+    kvlab::ops::chunk_tokens(kv.pages, {}, {}, kept_.of(kv), whole, s);
+    if (factorises_) {
+      if (kv.layer == 0) kvlab::ops::rank_directions(directions_, s);
+      const auto exact = rows(kv, "exact keys");
+      kvlab::ops::read_rows(kv.keys, exact, s);
+      const auto keys = keys_before_rope(kv, s);
+      kvlab::ops::factor_rows(kv.pages, directions_, kv.layer, keys, whole, factors_.of(kv), s);
+      kvlab::ops::rebuild_rows(kv.pages, factors_.of(kv), keys, s);
+      kvlab::ops::copy_rows(kv.pages, whole, exact, keys, s);
+      edits.rewrite(kvlab::KvSide::key, keys);
+    }
+    place(kv, whole, {}, edits, s);
   }
 
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
@@ -93,6 +103,7 @@ class ShadowKv final : public kvlab::Policy {
     kvlab::ops::chunk_scores(step.pages, step.queries.f32(), scale, group_, chunks, scores, *step.workspace, s);
     const auto list = step.list<kvlab::TokenList>("tokens to read", step.max_length);
     kvlab::ops::chunk_tokens(step.pages, scores, most_, chunks, list, s);
+    place(step, list, {kvlab::Deadline::this_attention}, edits, s);
     edits.attend(list);
   }
 
@@ -100,6 +111,13 @@ class ShadowKv final : public kvlab::Policy {
   // Else a step reads the prompt as a whole. All layers have the same budget.
   bool rewrites(const kvlab::LayerKv& kv) const { return factorises_ && kv.budget_tokens(0) < kv.position[0]; }
 
+  // The pages of these tokens are on the device, and no others.
+  void place(const kvlab::LayerKv& kv, const kvlab::TokenList& tokens, kvlab::Deadline when, kvlab::Edits& edits,
+             kvlab::Stream s) const {
+    if (!offloads_) return;
+    kvlab::ops::token_pages(kv.pages, tokens, 0, pages_.of(kv), s);
+    edits.place(pages_.of(kv), {.when = when, .keys = factorises_ ? &factors_.of(kv) : nullptr});
+  }
   static kvlab::View<float, 4> rows(const kvlab::LayerKv& kv, const char* tag) {
     return kv.scratch<float>(tag, {kv.rows(), kv.kv_heads(), kv.max_length, kv.pages.head_dim});
   }
@@ -112,9 +130,11 @@ class ShadowKv final : public kvlab::Policy {
 
   int rank_, chunk_, outliers_, local_, divisor_;
   kvlab::GroupRule group_;
-  bool factorises_, limited_ = false;
+  bool factorises_, offloads_, limited_ = false;
   kvlab::KeptChunks kept_;
   kvlab::RankDirections directions_;
+  kvlab::KeptKeyFactors factors_;
+  kvlab::KeptPages pages_;
   kvlab::View<const std::int32_t, 2> most_;
 };
 
@@ -122,7 +142,7 @@ class ShadowKv final : public kvlab::Policy {
 
 KVLAB_PLUGIN(kvlab::policy<ShadowKv>("shadowkv",
                                      "keys of a prompt get a low rank, and landmarks of chunks choose a step's tokens "
-                                     "(Sun et al. 2024). Functional: every token stays on the device")
+                                     "(Sun et al. 2024). Their values come from the host")
                  .param("rank", 160, 1, kvlab::any, "of the keys before RoPE, jointly over the KV heads")
                  .param("chunk", 8, 1, 4096, "neighbouring tokens that a step reads or leaves together")
                  .param("outliers", 48, 0, 65536,
@@ -133,4 +153,6 @@ KVLAB_PLUGIN(kvlab::policy<ShadowKv>("shadowkv",
                  .param("group", kvlab::GroupRule::max,
                         "how the shares of a group's query heads become one: max or mean")
                  .component("low_rank", "keys of the prompt get the rank; off = they stay as they are")
-                 .component("outlier_chunks", "off = there are no outliers"))
+                 .component("outlier_chunks", "off = there are no outliers")
+                 .component("offload", "pages of the prompt lie on the host but for those that a step reads; off = they "
+                                       "stay on the device, and the cells are functional"))

@@ -17,11 +17,12 @@ Settings params(int rank, Settings more = {}) {
   more.insert({{"rank", std::int64_t{rank}},
                {"chunk", std::int64_t{chunk}},
                {"outliers", std::int64_t{outliers}},
-               {"local_chunks", std::int64_t{local}}});
+               {"local_chunks", std::int64_t{local}},
+               {"offload", false}});
   return more;
 }
-OnText run_with(const Settings& of, int tokens = limit, int text = prompt + steps) {
-  return OnText(Role::policy, "shadowkv", of, tokens, text, 16);
+OnText run_with(const Settings& of, int tokens = limit, int text = prompt + steps, int page = 16) {
+  return OnText(Role::policy, "shadowkv", of, tokens, text, page);
 }
 
 // The keys that the model made for the text positions from `first` on.
@@ -275,6 +276,85 @@ TEST_CASE("shadowkv: a prompt that the budget holds is read as a whole and keeps
   // One token is in no chunk and read besides; it was in a chunk's place before.
   CHECK(changes(limit + 1) == std::pair{std::size_t{limit + 2}, true});
   CHECK(changes(limit + chunk) == std::pair{std::size_t{limit + 1}, true});
+}
+
+namespace {
+
+std::set<int> pages_of(const std::vector<int>& tokens, int page) {
+  std::set<int> pages;
+  for (const int t : tokens) pages.insert(t / page);
+  return pages;
+}
+
+std::int64_t moved(const OnText& run, Tier tier, Tag tag) {
+  return run.ledger().moved(tier)[static_cast<std::size_t>(tag)];
+}
+
+}  // namespace
+
+TEST_CASE("shadowkv reads the same with pages on the host, where values alone come back") {
+  constexpr int rank = 20, many = 24;
+  const int page = GENERATE(chunk, 16);
+  const bool factorises = GENERATE(true, false);
+  CAPTURE(page, factorises);
+  Settings here{{"low_rank", factorises}}, away = here;
+  away["offload"] = true;
+  OnText resident = run_with(params(rank, here), limit, prompt + many, page),
+         run = run_with(params(rank, away), limit, prompt + many, page);
+  for (OnText* x : {&resident, &run}) x->prefill(prompt);
+  const int layers = run.config().layers, heads = run.config().kv_heads;
+  const std::int64_t values = std::int64_t{page} * run.config().head_dim * 4;
+  CHECK(moved(run, Tier::device, Tag::values) == 0);
+  CHECK(moved(run, Tier::host, Tag::values) == std::int64_t{layers} * heads * (prompt / page) * values);
+  // Pages that are read at any rate stay, but for those that only the prompt's end has.
+  std::vector<std::set<int>> there;
+  for (int layer = 0; layer < layers; ++layer)
+    for (int head = 0; head < heads; ++head) {
+      const std::vector<int> on = run.pages_on(Tier::device, layer, head);
+      there.emplace_back(on.begin(), on.end());
+    }
+  std::int64_t missed = 0, most = 0;
+  for (int step = 0; step < many; ++step) {
+    for (OnText* x : {&resident, &run}) x->step();
+    for (int layer = 0; layer < layers; ++layer)
+      for (int head = 0; head < heads; ++head) {
+        CAPTURE(step, layer, head);
+        const auto& read = run.layer(layer).read[static_cast<std::size_t>(step)][static_cast<std::size_t>(head)];
+        CHECK(read == resident.layer(layer).read[static_cast<std::size_t>(step)][static_cast<std::size_t>(head)]);
+        const std::set<int> wanted = pages_of(read, page);
+        const std::vector<int> on = run.pages_on(Tier::device, layer, head);
+        CHECK(std::set<int>(on.begin(), on.end()) == wanted);
+        std::set<int>& before = there[static_cast<std::size_t>(layer * heads + head)];
+        for (const int x : wanted) missed += !before.contains(x) && x * page < prompt;
+        before = wanted;
+        most = std::max<std::int64_t>(most, std::ssize(wanted));
+      }
+    CHECK(moved(run, Tier::device, Tag::values) == missed * values);
+    CHECK(moved(run, Tier::device, Tag::keys) == (factorises ? 0 : missed * values));
+  }
+  CHECK(missed > 100);
+  CHECK(most * page < prompt);
+  for (int layer = 0; layer < layers; ++layer) CHECK(run.layer(layer).outputs.at == resident.layer(layer).outputs.at);
+  const auto frames = [&](const OnText& x) { return x.ledger().held(Tier::device)[static_cast<std::size_t>(Tag::values)]; };
+  CHECK(frames(run) < frames(resident) * 3 / 4);
+}
+
+TEST_CASE("shadowkv: a second prompt has its pages back, and what follows reads the same with pages on the host") {
+  constexpr int rank = 20, second = 37, all = prompt + steps + second;
+  OnText resident = run_with(params(rank), limit, all + steps, 8),
+         run = run_with(params(rank, {{"offload", true}}), limit, all + steps, 8);
+  for (OnText* x : {&resident, &run}) {
+    x->prefill(prompt);
+    for (int i = 0; i < steps; ++i) x->step();
+    x->prefill(second);
+    for (int i = 0; i < steps; ++i) x->step();
+  }
+  CHECK(moved(run, Tier::device, Tag::keys) > 0);
+  for (int layer = 0; layer < run.config().layers; ++layer) {
+    CAPTURE(layer);
+    CHECK(run.layer(layer).outputs.at == resident.layer(layer).outputs.at);
+    CHECK(run.layer(layer).read == resident.layer(layer).read);
+  }
 }
 
 TEST_CASE("shadowkv: what it cannot obey is refused") {

@@ -9,6 +9,8 @@
 
 namespace kvlab {
 
+struct KeyFactors;  // kvlab/key_factors.hpp
+
 // When an edit takes effect. Edits with the same deadline keep the callback's order. An edit for the next step or later
 // needs a dense list, else Errc::unsupported. Its scratch list and the heads that it means are those of the callback. A
 // list that lasts is read when the edit takes effect.
@@ -85,6 +87,7 @@ struct Edit {
   View<const std::int32_t, 2> rooms;
   bool reuse = true;
   View<const float, 3> order;
+  const KeyFactors* keys = nullptr;
   Levels levels;              // store_as, which has no list
   KvSide side = KvSide::key;  // rewrite, which has no list
   View<const float, 4> rows;
@@ -99,6 +102,10 @@ struct Placing {
   Deadline when;
   View<const std::int32_t, 2> rooms;  // [row, kv_head] in place of `room`; or empty
   View<const float, 3> order;         // [row, kv_head, page] where not the oldest but the lowest leave first; or empty
+  // Pages that these factors cover come without their keys, which the store makes from the factors. It must live as
+  // long as the policy. null = pages come whole. Needs::rebuilds_keys is needed. Not with Deadline::sequence, a later
+  // step, or an observe beside the step: Errc::plugin.
+  const KeyFactors* keys = nullptr;
 };
 
 // How Edits::fetch works.
@@ -161,6 +168,7 @@ class Edits {
     e.rooms = how.rooms;
     e.reuse = how.reuse;
     e.order = how.order;
+    e.keys = how.keys;
   }
   // A token that moves to a page of another codec takes that codec.
   void move(const TokenList& pairs, Deadline when = {}) { push(Edit::move, pairs, when); }
@@ -188,7 +196,7 @@ class Edits {
   // At once: every token of every head gets the key or value that `rows` has at its place, stored in the cache's dtype.
   // rows: [row, kv_head, token, head_dim], as ops::read_rows gives them. A row that stays keeps its bits. Positions and
   // token state stay, summaries follow, and copies on the host are freed. Every page must be on the device. Only
-  // prefill() and finish_prompt() may rewrite; else Errc::plugin. Needs::functional is needed.
+  // prefill() and finish_prompt() may rewrite; else Errc::plugin. Needs::functional or rebuilds_keys is needed.
   void rewrite(KvSide side, View<const float, 4> rows) {
     Edit& e = push(Edit::rewrite, {}, {});
     e.side = side;

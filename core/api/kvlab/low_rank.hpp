@@ -41,15 +41,13 @@ namespace kvlab::ops {
 // A GPU takes w up to 4096: Errc::unsupported. Bytes: the rows, three times.
 void low_rank(const PagedKv& kv, int rank, View<float, 4> rows, Stream s);
 
-// low_rank in three parts, for a prompt: kv has one row. A chain of steps makes a layer's eigenvectors. So all
+// The parts of low_rank that a prompt takes: kv has one row. A chain of steps makes a layer's eigenvectors. So all
 // layers' directions are made together, at the prompt's end. A CPU thread or a GPU block takes a layer.
 
 // directions.products[layer] = X^T X. Bytes: the rows.
 void row_products(const PagedKv& kv, View<const float, 4> rows, const RankDirections& directions, int layer, Stream s);
-// Makes the eigenvectors of all layers of `directions`. It changes their products.
-void rank_directions(const RankDirections& directions, int rank, Stream s);
-// X = X V V^T with the layer's vectors. `rank` as for rank_directions. Bytes: the rows, twice, and the vectors.
-void project_rows(const PagedKv& kv, const RankDirections& directions, int layer, int rank, View<float, 4> rows,
-                  Stream s);
+// Makes all eigenvectors of all layers of `directions`. It changes their products. ops::factor_rows
+// (kvlab/key_factors.hpp) reads them.
+void rank_directions(const RankDirections& directions, Stream s);
 
 }  // namespace kvlab::ops

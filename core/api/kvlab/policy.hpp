@@ -111,6 +111,10 @@ class Needs {
   // callback gets scratch for the keys and values of a sequence's layer, too. Other regimes than RopeRegime::original,
   // codes and archives are Errc::unsupported.
   Needs& functional(bool yes) { return functional_ = yes, *this; }
+  // The policy keeps factors of its keys on the device, and its place edits may name them (Placing::keys). It may
+  // rewrite keys to those that the factors give, under the conditions of functional, but without the label: its pages
+  // lie on the host. With host_pages, and no other codec on the host: Errc::unsupported.
+  Needs& rebuilds_keys(bool yes) { return rebuilds_keys_ = yes, *this; }
   Needs& prompt_lse(bool yes) { return prompt_lse_ = yes, *this; }  // LayerPrefill::lse
   // The arrays of a profile file, which the experiment names. They come through load_profile.
   Needs& profile(bool yes) { return profile_ = yes, *this; }
@@ -141,6 +145,7 @@ class Needs {
   bool next_queries() const { return next_queries_; }
   bool finish_prompt() const { return finish_prompt_; }
   bool functional() const { return functional_; }
+  bool rebuilds_keys() const { return rebuilds_keys_; }
   bool prompt_lse() const { return prompt_lse_; }
   bool host_pages() const { return host_pages_; }
   bool archive() const { return archive_; }
@@ -180,6 +185,7 @@ class Needs {
   bool steps_ = false;
   bool token_ids_ = false;
   bool functional_ = false;
+  bool rebuilds_keys_ = false;
   bool prompt_lse_ = false;
   int scratch_numbers_ = 4;
 };

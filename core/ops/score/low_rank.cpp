@@ -1,17 +1,23 @@
-// Rows of low rank: the nearest ones, jointly over the KV heads.
+// Rows of low rank, jointly over the KV heads: the nearest ones, and factors of them.
 #include "ops/score/low_rank.hpp"
 
 #include <kvlab/eigen.hpp>
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <string>
 #include <vector>
 
 #include "base/device_op.hpp"
+#include "base/half.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/extents.hpp"
+#include "ops/page/paged.hpp"
+#include "ops/page/rope_cache.hpp"
+#include "ops/page/row_kernels.hpp"
 #include "ops/score/channels.hpp"
+#include "ops/score/key_factors.hpp"
 
 namespace kvlab::ops {
 namespace {
@@ -143,7 +149,7 @@ std::int32_t* order_of(const RankDirections& d, int layer) {
   return reinterpret_cast<std::int32_t*>(&d.numbers(5, 0, 0)) + layer * d.vectors.extent[2];
 }
 
-void make_directions(const RankDirections& d, int layer, int rank) {
+void make_directions(const RankDirections& d, int layer) {
   const auto n = static_cast<int>(d.vectors.extent[2]);
   const auto w = static_cast<std::size_t>(n);
   double *a = &d.products(layer, 0, 0), *values = &d.numbers(3, layer, 0);
@@ -154,8 +160,7 @@ void make_directions(const RankDirections& d, int layer, int rank) {
   for (std::size_t i = 0; i < w * w; ++i) a[i] /= energy;
   eigenvectors(a, n, &d.vectors(layer, 0, 0), values);
   const std::vector<int> order = falling(values, n);
-  const RankSide side = RankSide::of(rank, n);
-  std::copy_n(order.begin() + side.first, side.count, order_of(d, layer));
+  std::copy(order.begin(), order.end(), order_of(d, layer));
 }
 
 void project(const Joint& x, const RankDirections& d, int layer, int rank) {
@@ -167,8 +172,8 @@ void project(const Joint& x, const RankDirections& d, int layer, int rank) {
     return;
   }
   const double* z = &d.vectors(layer, 0, 0);
-  const std::int32_t* order = order_of(d, layer);
   const RankSide side = RankSide::of(rank, x.width);
+  const std::int32_t* order = order_of(d, layer) + side.first;
   const auto count = static_cast<std::size_t>(side.count);
   Numbers vectors(count * w), turned(count * w);  // [vector][element], [element][vector]
   for (std::size_t q = 0; q < count; ++q)
@@ -194,7 +199,72 @@ void project(const Joint& x, const RankDirections& d, int layer, int rank) {
   }
 }
 
-void check_directions(const RankDirections& d, int rank, const char* op) {
+// Element i of numbers of a dtype.
+double number_at(const std::byte* row, DType dtype, std::int64_t i) {
+  float x;
+  if (dtype == DType::f32) {
+    std::memcpy(&x, row + 4 * i, 4);
+    return x;
+  }
+  bf16 half;
+  std::memcpy(&half.bits, row + 2 * i, 2);
+  return dtype == DType::f16 ? half_to_float(half.bits) : static_cast<float>(half);
+}
+void put_number(std::byte* row, DType dtype, std::int64_t i, double number) {
+  const auto x = static_cast<float>(number);
+  if (dtype == DType::f32) {
+    std::memcpy(row + 4 * i, &x, 4);
+    return;
+  }
+  const std::uint16_t bits = dtype == DType::f16 ? float_to_half(x) : bf16(x).bits;
+  std::memcpy(row + 2 * i, &bits, 2);
+}
+
+std::byte* token_at(const KeyFactors& f, int slot, int place) {
+  return f.tokens + slot * f.slot_bytes + place * f.row * static_cast<std::int64_t>(size_of(f.dtype));
+}
+
+void factor(const Joint& x, const RankDirections& d, int layer, const KeyFactors& f) {
+  const auto w = static_cast<std::size_t>(x.width), count = static_cast<std::size_t>(f.rank);
+  const int slot = x.kv.slots[x.row];
+  const double energy = energy_of(d, layer);
+  const double* z = &d.vectors(layer, 0, 0);
+  const std::int32_t* order = order_of(d, layer);
+  const bool some = energy > 0 && std::isfinite(energy);
+  Numbers turned(w * count);  // [element][vector]
+  std::byte* basis = f.basis + slot * f.slot_bytes;
+  for (std::size_t q = 0; q < count; ++q)
+    for (std::size_t i = 0; i < w; ++i) {
+      const double y = some ? z[static_cast<std::size_t>(order[q]) * w + i] : 0;
+      turned[i * count + q] = y;
+      put_number(basis, f.dtype, static_cast<std::int64_t>(q * w + i), y);
+    }
+#pragma omp parallel if (worth_threads(std::int64_t{x.tokens} * x.width))
+  {
+    Numbers of(w), along(count);
+#pragma omp for schedule(static)
+    for (int t = 0; t < x.tokens; ++t) {
+      x.read(t, of.data());
+      std::fill(along.begin(), along.end(), energy == 0 || some ? 0. : double{NAN});
+      for (std::size_t i = 0; some && i < w; ++i)
+        for (std::size_t q = 0; q < count; ++q) along[q] += of[i] * turned[i * count + q];
+      for (std::size_t q = 0; q < count; ++q)
+        put_number(token_at(f, slot, t), f.dtype, static_cast<std::int64_t>(q), along[q]);
+    }
+  }
+  f.count_of(slot) = x.tokens;
+}
+
+void mark_whole(const PagedKv& kv, const TokenList& exact, const KeyFactors& f) {
+  const int slot = kv.slots[0];
+  for (int h = 0; h < kv.kv_heads; ++h) {
+    std::uint8_t* whole = f.whole_of(slot, h);
+    std::fill_n(whole, f.pages, std::uint8_t{0});
+    for (int i = 0; i < exact.count(exact.at(0), h); ++i) whole[exact.index(exact.at(0), h, i) / kv.page_size] = 1;
+  }
+}
+
+void check_directions(const RankDirections& d, const char* op) {
   const std::int64_t layers = d.vectors.extent[0], w = d.vectors.extent[2];
   if (d.vectors.extent[1] != w || d.products.extent != d.vectors.extent || d.numbers.extent[0] != 6 ||
       d.numbers.extent[1] != layers || d.numbers.extent[2] != w || d.vectors.stride[1] != w ||
@@ -202,9 +272,14 @@ void check_directions(const RankDirections& d, int rank, const char* op) {
     fail(Errc::internal, op,
          "got directions " + extents(d.vectors) + " of matrices " + extents(d.products) + " and numbers " +
              extents(d.numbers) + ", wanted those of RankDirections::in");
-  if (rank < 1 || rank > w)
+}
+
+void check_factors(const PagedKv& kv, const KeyFactors& f, const char* op, Stream s) {
+  if (!f || f.rank < 1 || f.row < f.rank || f.kv_heads != kv.kv_heads || f.rank > kv.kv_heads * kv.head_dim ||
+      f.pages < kv.table.extent[2] || (s.device() == Device::cpu && f.places < longest(kv)))
     fail(Errc::internal, op,
-         "got rank " + std::to_string(rank) + ", wanted 1 to " + std::to_string(w) + ", KV heads times head_dim");
+         "got factors of rank " + std::to_string(f.rank) + " for " + std::to_string(f.kv_heads) + " KV heads and " +
+             std::to_string(f.places) + " tokens, wanted those of KeptKeyFactors for this cache");
 }
 
 void check_layer(const PagedKv& kv, const RankDirections& d, int layer, const char* op) {
@@ -217,33 +292,79 @@ void check_layer(const PagedKv& kv, const RankDirections& d, int layer, const ch
 
 }  // namespace
 
+void rebuild_keys(const KeyFactors& f, int slot, int head, int first, int count, const std::int32_t* positions,
+                  const RopeTable& rope, float* out, std::int64_t stride) {
+  const int dim = rope.head_dim;
+  const std::int64_t width = std::int64_t{f.kv_heads} * dim;
+  const std::byte* basis = f.basis + slot * f.slot_bytes;
+  float of[most_head_dim];
+  for (int t = 0; t < count; ++t) std::fill_n(out + t * stride, dim, 0.f);
+  for (int q = 0; q < f.rank; ++q) {
+    for (int d = 0; d < dim; ++d) of[d] = static_cast<float>(number_at(basis, f.dtype, q * width + head * dim + d));
+    for (int t = 0; t < count; ++t) {
+      const auto x = static_cast<float>(number_at(token_at(f, slot, first + t), f.dtype, q));
+      float* to = out + t * stride;
+      for (int d = 0; d < dim; ++d) to[d] += x * of[d];
+    }
+  }
+  const auto angles = rope_rows(rope, *std::max_element(positions, positions + count) + 1);
+  for (int t = 0; t < count; ++t)
+    row_kernels().rotate(out + t * stride, angles->cosine_of(positions[t]), angles->sine_of(positions[t]), dim);
+}
+
 void row_products(const PagedKv& kv, View<const float, 4> rows, const RankDirections& directions, int layer, Stream s) {
   const char* op = "row_products";
   check_kv(kv, op, s);
   check_rows(kv, rows, op, s);
-  check_directions(directions, 1, op);
+  check_directions(directions, op);
   check_layer(kv, directions, layer, op);
   if (s.device() == Device::cuda) return on_cuda<row_products>(kv, rows, directions, layer, s);
   fill_products(Joint(kv, rows, 0), &directions.products(layer, 0, 0));
 }
 
-void rank_directions(const RankDirections& directions, int rank, Stream s) {
-  check_directions(directions, rank, "rank_directions");
-  if (s.device() == Device::cuda) return on_cuda<rank_directions>(directions, rank, s);
+void rank_directions(const RankDirections& directions, Stream s) {
+  check_directions(directions, "rank_directions");
+  if (s.device() == Device::cuda) return on_cuda<rank_directions>(directions, s);
 #pragma omp parallel for schedule(dynamic)
   for (std::int64_t layer = 0; layer < directions.vectors.extent[0]; ++layer)
-    make_directions(directions, static_cast<int>(layer), rank);
+    make_directions(directions, static_cast<int>(layer));
 }
 
-void project_rows(const PagedKv& kv, const RankDirections& directions, int layer, int rank, View<float, 4> rows,
-                  Stream s) {
-  const char* op = "project_rows";
+void factor_rows(const PagedKv& kv, const RankDirections& directions, int layer, View<const float, 4> rows,
+                 const TokenList& exact, const KeyFactors& factors, Stream s) {
+  const char* op = "factor_rows";
   check_kv(kv, op, s);
   check_rows(kv, rows, op, s);
-  check_directions(directions, rank, op);
+  check_directions(directions, op);
   check_layer(kv, directions, layer, op);
-  if (s.device() == Device::cuda) return on_cuda<project_rows>(kv, directions, layer, rank, rows, s);
-  if (rank < kv.kv_heads * kv.head_dim) project(Joint(kv, rows, 0), directions, layer, rank);
+  check_factors(kv, factors, op, s);
+  check_list(kv, exact, op);
+  if (s.device() == Device::cuda) return on_cuda<factor_rows>(kv, directions, layer, rows, exact, factors, s);
+  factor(Joint(kv, rows, 0), directions, layer, factors);
+  mark_whole(kv, exact, factors);
+}
+
+void rebuild_rows(const PagedKv& kv, const KeyFactors& factors, View<float, 4> rows, Stream s) {
+  const char* op = "rebuild_rows";
+  resident_cache(&kv, op, s);
+  check_rows(kv, rows, op, s);
+  check_factors(kv, factors, op, s);
+  if (kv.rope != RopeRegime::original)
+    fail(Errc::unsupported, op, "got keys that RoPE turns by ranks, wanted the regime original: by text positions");
+  if (!kv.rope_table.inv_freq || kv.rope_table.head_dim != kv.head_dim)
+    fail(Errc::internal, op, "got no RoPE table, wanted the model's");
+  if (s.device() == Device::cuda) return on_cuda<rebuild_rows>(kv, factors, rows, s);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      const int slot = kv.slots[r], n = std::min(factors.count_of(slot), kv.tokens(r, h));
+      if (n == 0) continue;
+      std::vector<std::int32_t> positions(static_cast<std::size_t>(n));
+      token_positions(kv, r, h, n, positions.data());
+      for (int t = 0; t < n; t += rebuilt_at_once)
+        rebuild_keys(factors, slot, h, t, std::min(rebuilt_at_once, n - t), positions.data() + t, kv.rope_table,
+                     &rows(r, h, t, 0), rows.stride[2]);
+    }
 }
 
 void low_rank(const PagedKv& kv, int rank, View<float, 4> rows, Stream s) {
@@ -260,7 +381,7 @@ void low_rank(const PagedKv& kv, int rank, View<float, 4> rows, Stream s) {
   const RankDirections one = RankDirections::in(memory.data(), 1, width);
   for (int r = 0; r < kv.rows; ++r) {
     fill_products(Joint(kv, rows, r), memory.data());
-    make_directions(one, 0, rank);
+    make_directions(one, 0);
     project(Joint(kv, rows, r), one, 0, rank);
   }
 }

@@ -9,6 +9,7 @@
 #include "base/lanes.cuh"
 #include "base/scratch.cuh"
 #include "ops/score/heads.cuh"
+#include "ops/score/key_factors.cuh"
 
 namespace kvlab::ops {
 namespace {
@@ -30,7 +31,7 @@ struct Call {
   double *diagonal, *beside;  // [row, width] of the tridiagonal form
   double *beta, *values;      // [row, width]
   double* energy;             // [row] the sum of squares
-  std::int32_t* order;        // [row, width] the eigenvectors that the projection sums
+  std::int32_t* order;        // [row, width] the eigenvectors by falling eigenvalue
 
   __device__ double* matrix(double* of, int row) const { return of + std::int64_t(first + row) * width * width; }
   template <class T>
@@ -217,15 +218,14 @@ __global__ void __launch_bounds__(vector_threads) vectors_kernel(const __grid_co
     for (int k = me; k < n; k += vector_threads) a.vector(a.values, row)[k] = diagonal[k];
 }
 
-// Which eigenvectors the projection sums.
+// The eigenvectors by falling eigenvalue.
 __global__ void __launch_bounds__(threads) order_kernel(const __grid_constant__ Call a) {
   const int row = blockIdx.x;
   const double* value = a.vector(a.values, row);
   for (int i = threadIdx.x; i < a.width; i += threads) {
     int before = 0;
     for (int j = 0; j < a.width; ++j) before += is_greater(value[j], j, value[i], i);
-    if (before >= a.side.first && before < a.side.first + a.side.count)
-      a.vector(a.order, row)[before - a.side.first] = i;
+    a.vector(a.order, row)[before] = i;
   }
 }
 
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(threads) project_kernel(const __grid_constant_
   const bool finite = energy > 0 && energy < INFINITY;
   double *x = of_tokens, *along = of_tokens + group * w;  // [token, element], [token, vector]
   const double* z = a.matrix(a.vectors, row);
-  const std::int32_t* order = a.vector(a.order, row);
+  const std::int32_t* order = a.vector(a.order, row) + a.side.first;
   for (int from = blockIdx.x * group; from < n; from += gridDim.x * group) {
     const int here = min(group, n - from);
     for (int i = threadIdx.x; i < group * w; i += threads) x[i] = i / w < here ? a.x(row, from + i / w, i % w) : 0;
@@ -275,6 +275,81 @@ __global__ void __launch_bounds__(threads) project_kernel(const __grid_constant_
     }
     __syncthreads();
   }
+}
+
+__device__ void put_factor(std::byte* row, DType dtype, std::int64_t i, double number) {
+  const auto x = static_cast<float>(number);
+  if (dtype == DType::f32)
+    reinterpret_cast<float*>(row)[i] = x;
+  else
+    reinterpret_cast<unsigned short*>(row)[i] = nearest_bits(x, dtype == DType::f16);
+}
+
+// As project_kernel, of one row: what the factors hold. Dynamic shared memory: rows of X.
+__global__ void __launch_bounds__(threads)
+    factor_kernel(const __grid_constant__ Call a, const __grid_constant__ KeyFactors f, int group) {
+  extern __shared__ double of_factors[];
+  const int n = a.tokens(0), w = a.width, warp = threadIdx.x / 32, lane = threadIdx.x % 32, slot = a.kv.kv.slots[0];
+  const double energy = a.energy[a.first];
+  const bool some = energy > 0 && energy < INFINITY;
+  double* x = of_factors;
+  const double* z = a.matrix(a.vectors, 0);
+  const std::int32_t* order = a.vector(a.order, 0);
+  std::byte *basis = f.basis + slot * f.slot_bytes, *tokens = f.tokens + slot * f.slot_bytes;
+  const std::int64_t row_bytes = f.row * (f.dtype == DType::f32 ? 4 : 2);
+  if (blockIdx.x == 0 && threadIdx.x == 0) f.count_of(slot) = n;
+  for (std::int64_t i = blockIdx.x * threads + threadIdx.x; i < std::int64_t(f.rank) * w;
+       i += std::int64_t(gridDim.x) * threads)
+    put_factor(basis, f.dtype, i, some ? z[std::int64_t(order[i / w]) * w + i % w] : 0);
+  for (int from = blockIdx.x * group; from < n; from += gridDim.x * group) {
+    const int here = min(group, n - from);
+    for (int i = threadIdx.x; i < group * w; i += threads) x[i] = i / w < here ? a.x(0, from + i / w, i % w) : 0;
+    __syncthreads();
+    for (int q = warp; q < f.rank; q += warps) {
+      const double* v = z + (some ? std::int64_t(order[q]) * w : 0);
+      double sum[together] = {};
+      for (int i = lane; some && i < w; i += 32) {
+        const double of = v[i];
+#pragma unroll
+        for (int t = 0; t < together; ++t)
+          if (t < group) sum[t] += x[t * w + i] * of;
+      }
+#pragma unroll
+      for (int t = 0; t < together; ++t) {
+        sum[t] = sum_of_lanes(sum[t]);
+        if (lane == 0 && t < here)
+          put_factor(tokens + (from + t) * row_bytes, f.dtype, q, some || energy == 0 ? sum[t] : NAN);
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// A block takes a head.
+__global__ void __launch_bounds__(threads)
+    mark_kernel(const int* slots, int page_size, const __grid_constant__ TokenList exact,
+                const __grid_constant__ KeyFactors f) {
+  const int head = blockIdx.x, count = min(static_cast<std::int64_t>(exact.count(exact.at(0), head)), exact.index.extent[2]);
+  std::uint8_t* whole = f.whole_of(slots[0], head);
+  for (int page = threadIdx.x; page < f.pages; page += threads) whole[page] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += threads) {
+    const int page = exact.index(exact.at(0), head, i) / page_size;
+    if (page >= 0 && page < f.pages) whole[page] = 1;
+  }
+}
+
+// A block has some places of a head at a time.
+__global__ void __launch_bounds__(rebuild_threads)
+    rebuild_kernel(const __grid_constant__ DeviceKv kv, const __grid_constant__ KeyFactors f, View<float, 4> rows) {
+  __shared__ RebuildShared shared;
+  const int head = blockIdx.y, row = blockIdx.z, slot = kv.kv.slots[row];
+  const int n = min(f.count_of(slot), entries_of(kv, row, head, 1, rows.extent[2]));
+  for (int first = blockIdx.x * rebuilt_at_once; first < n; first += gridDim.x * rebuilt_at_once)
+    rebuild_keys(
+        f, kv.kv.rope_table, slot, head, first, min(rebuilt_at_once, n - first), shared,
+        [&](int t) { return kv.position(row, head, first + t); },
+        [&](int t, int d, float x) { rows(row, head, first + t, d) = x; });
 }
 
 template <class Kernel>
@@ -353,15 +428,27 @@ void row_products_cuda(const PagedKv& kv, View<const float, 4> rows, const RankD
   launch_products(call_of(kv, {const_cast<float*>(rows.data), rows.extent, rows.stride}, d, layer, 1), s);
 }
 
-void rank_directions_cuda(const RankDirections& d, int rank, Stream s) {
+void rank_directions_cuda(const RankDirections& d, Stream s) {
   check_width(1, static_cast<int>(d.vectors.extent[2]));
-  Call a = call_of({}, {}, d, 0, rank);
-  launch_directions(a, static_cast<int>(d.vectors.extent[0]), s);
+  launch_directions(call_of({}, {}, d, 0, 1), static_cast<int>(d.vectors.extent[0]), s);
 }
 
-void project_rows_cuda(const PagedKv& kv, const RankDirections& d, int layer, int rank, View<float, 4> rows, Stream s) {
-  if (rank == kv.kv_heads * kv.head_dim) return;
-  launch_projection(call_of(kv, rows, d, layer, rank), s);
+void factor_rows_cuda(const PagedKv& kv, const RankDirections& d, int layer, View<const float, 4> rows,
+                      const TokenList& exact, const KeyFactors& f, Stream s) {
+  const Call a = call_of(kv, {const_cast<float*>(rows.data), rows.extent, rows.stride}, d, layer, 1);
+  const int group = std::clamp(static_cast<int>((shared_bytes() - 1024) / sizeof(double)) / a.width, 1, together);
+  factor_kernel<<<std::clamp(blocks_of(static_cast<int>(rows.extent[2]), group), 1u, 1024u), threads,
+                  static_cast<unsigned>(shared_vectors(factor_kernel, group, a.width)), stream_of(s)>>>(a, f, group);
+  check_launch("factor_rows");
+  mark_kernel<<<static_cast<unsigned>(kv.kv_heads), threads, 0, stream_of(s)>>>(kv.slots, kv.page_size, exact, f);
+  check_launch("factor_rows");
+}
+
+void rebuild_rows_cuda(const PagedKv& kv, const KeyFactors& f, View<float, 4> rows, Stream s) {
+  if (kv.rows == 0) return;
+  rebuild_kernel<<<grid_of(kv.kv_heads, kv.rows, rows.extent[2], rebuilt_at_once), rebuild_threads, 0, stream_of(s)>>>(
+      DeviceKv(kv), f, rows);
+  check_launch("rebuild_rows");
 }
 
 }  // namespace
@@ -369,6 +456,7 @@ void project_rows_cuda(const PagedKv& kv, const RankDirections& d, int layer, in
 KVLAB_ON_CUDA(low_rank, low_rank_cuda);
 KVLAB_ON_CUDA(row_products, row_products_cuda);
 KVLAB_ON_CUDA(rank_directions, rank_directions_cuda);
-KVLAB_ON_CUDA(project_rows, project_rows_cuda);
+KVLAB_ON_CUDA(factor_rows, factor_rows_cuda);
+KVLAB_ON_CUDA(rebuild_rows, rebuild_rows_cuda);
 
 }  // namespace kvlab::ops

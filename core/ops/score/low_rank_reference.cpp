@@ -1,8 +1,11 @@
-// The ops of kvlab/low_rank.hpp in plain loops.
+// The ops of kvlab/low_rank.hpp and kvlab/key_factors.hpp in plain loops.
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "base/half.hpp"
+#include "ops/page/reference.hpp"
+#include "ops/score/key_factors.hpp"
 #include "ops/score/low_rank.hpp"
 
 namespace kvlab::ops {
@@ -79,6 +82,39 @@ void low_rank_reference(const PagedKv& kv, int rank, View<float, 4> rows) {
           rows(r, i / kv.head_dim, t, i % kv.head_dim) = static_cast<float>(sum[static_cast<std::size_t>(i)]);
     }
   }
+}
+
+void rebuild_rows_reference(const PagedKv& kv, const KeyFactors& f, View<float, 4> rows) {
+  const auto number = [&](const std::byte* of, std::int64_t i) -> double {
+    if (f.dtype == DType::f32) return double{reinterpret_cast<const float*>(of)[i]};
+    const std::uint16_t bits = reinterpret_cast<const std::uint16_t*>(of)[i];
+    bf16 x;
+    x.bits = bits;
+    return double{f.dtype == DType::f16 ? half_to_float(bits) : static_cast<float>(x)};
+  };
+  const std::int64_t dim = kv.head_dim, half = dim / 2, width = kv.kv_heads * dim;
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      const std::int64_t slot = kv.slots[r], of_slot = slot * f.slot_bytes;
+      const int n = std::min(kv.tokens(r, h), f.count_of(kv.slots[r]));
+      std::vector<std::int32_t> position(static_cast<std::size_t>(kv.tokens(r, h)));
+      token_positions_reference(kv, r, h, kv.tokens(r, h), position.data());
+      for (int t = 0; t < n; ++t) {
+        std::vector<double> x(static_cast<std::size_t>(dim));
+        for (std::int64_t d = 0; d < dim; ++d)
+          for (std::int64_t q = 0; q < f.rank; ++q)
+            x[static_cast<std::size_t>(d)] +=
+                number(f.tokens + of_slot, t * f.row + q) * number(f.basis + of_slot, q * width + h * dim + d);
+        for (std::int64_t i = 0; i < half; ++i) {
+          const double angle = double{kv.rope_table.inv_freq[i]} * position[static_cast<std::size_t>(t)],
+                       a = x[static_cast<std::size_t>(i)], b = x[static_cast<std::size_t>(half + i)],
+                       c = std::cos(angle) * double{kv.rope_table.attention_scale},
+                       s = std::sin(angle) * double{kv.rope_table.attention_scale};
+          rows(r, h, t, i) = static_cast<float>(a * c - b * s);
+          rows(r, h, t, half + i) = static_cast<float>(b * c + a * s);
+        }
+      }
+    }
 }
 
 }  // namespace kvlab::ops

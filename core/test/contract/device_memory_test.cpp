@@ -265,7 +265,7 @@ class OnGuardedDevice final : public Policy {
         case Edit::encode: edits.encode(PageList{list}, e.codec, e.when); break;
         case Edit::store_as: edits.store_as(copy_of(e.levels, w)); break;
         case Edit::move: edits.move(TokenList{list}, e.when); break;
-        case Edit::place:
+        case Edit::place:  // without factors of keys: pages come whole, and have the same bits
           edits.place(PageList{list}, {.heads = copy_of(e.heads, w, s),
                                        .pins = e.pins,
                                        .room = e.room,

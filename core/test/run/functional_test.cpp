@@ -16,7 +16,7 @@ struct Cells : test::CellFixture {
   }
 };
 
-const char* const chunks_read = "shadowkv: {rank: 8, outliers: 1, budget: {tokens: 56}}";
+const char* const chunks_read = "shadowkv: {offload: false, rank: 8, outliers: 1, budget: {tokens: 56}}";
 
 }  // namespace
 
@@ -41,8 +41,21 @@ TEST_CASE("cells of policies that change stored values are functional, act, and 
   }
 }
 
+TEST_CASE("keys that are made from factors where their pages come from the host are no functional cell") {
+  const auto cells = [](const char* policy) {
+    const results::CellResult result = Cells(policy).run();
+    CAPTURE(policy, result.summary.error);
+    REQUIRE(result.summary.status == "ok");
+    return result.summary;
+  };
+  const auto away = cells("shadowkv: {rank: 8, outliers: 1, budget: {tokens: 56}}"), here = cells(chunks_read);
+  CHECK(test::lasting_labels(away) == "");
+  CHECK(away.device_bytes_decode < here.device_bytes_decode);
+}
+
 TEST_CASE("a cap on device memory leaves a functional policy the scratch that it needs") {
-  for (const char* policy : {"think", "minicache", "{kvquant: {calibration: false}}", chunks_read}) {
+  for (const char* policy : {"think", "minicache", "{kvquant: {calibration: false}}", chunks_read,
+                             "shadowkv: {rank: 8, outliers: 1, budget: {tokens: 56}}"}) {
     Cells cells(policy);
     cells.leave_for_pages(std::int64_t{1} << 22, 1);
     const results::CellResult result = cells.run();

@@ -1,10 +1,12 @@
 // Edits::place says where pages shall be; the store finds what is missing.
 #include <kvlab/error.hpp>
+#include <kvlab/key_factors.hpp>
 #include <kvlab/policy.hpp>
 
 #include <catch2/catch.hpp>
 #include <limits>
 
+#include "base/half.hpp"
 #include "support/store_fixture.hpp"
 
 using namespace kvlab;
@@ -71,6 +73,84 @@ TEST_CASE("place keeps pins and the newest page, and as many others as there is 
   place(store, slot, Lists(2, {}).pages(), {.room = 100});
   CHECK(pages_on(store, Tier::device, slot, 0) == Pages{1, 4, 6, 10, 11});
   store.check_invariants();
+}
+
+// Pages 0 to 4 have factors, and page 3 of head 1 has a key of its own.
+TEST_CASE("a place edit that names factors brings pages without their keys, and makes them") {
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    CAPTURE(name_of(dtype));
+    Placed f;
+    f.options.rebuilds_keys = true;
+    f.options.shape.dtype = dtype;
+    CpuStore store(f.options);
+    const int slot = (store.open(), store.open());
+    f.fill(store, slot, 46);
+    constexpr int rank = 3, places = 21;
+    const KeptKeyFactors kept("factors", f.options.shape, rank, store.workspace());
+    LayerKv at;
+    const KeyFactors& factors = kept.of(at);
+    REQUIRE(factors);
+    const std::int64_t element = static_cast<std::int64_t>(size_of(dtype));
+    const auto fill = [&](std::byte* to, std::int64_t numbers) {  // small numbers that every dtype has
+      for (std::int64_t i = 0; i < numbers; ++i) {
+        const float x = static_cast<float>((i * 37 + 11) % 23 - 11) / 8;
+        const std::uint16_t bits = dtype == DType::f16 ? float_to_half(x) : bf16(x).bits;
+        std::memcpy(to + i * element, dtype == DType::f32 ? static_cast<const void*>(&x) : &bits,
+                    static_cast<std::size_t>(element));
+      }
+    };
+    fill(factors.tokens + slot * factors.slot_bytes, factors.row * places);
+    fill(factors.basis + slot * factors.slot_bytes, std::int64_t{rank} * 2 * 8);
+    factors.count_of(slot) = places;
+    factors.whole_of(slot, 1)[3] = 1;
+    std::vector<std::vector<test::StoredToken>> before;
+    for (int head = 0; head < 2; ++head) before.push_back(test::stored_tokens(store, 0, slot, head));
+    const std::vector<std::int32_t> slots{slot};
+    std::vector<float> made(2 * 46 * 8);
+    const auto rows = View<float, 4>::dense(made.data(), {1, 2, 46, 8});
+    ops::rebuild_rows(store.view(0, slots), factors, rows, Stream::cpu());
+    place(store, slot, Lists(2, {}).pages(), {});
+    place(store, slot, Lists(2, {1, 3, 5, 7}).pages(), {.when = {Deadline::this_attention}, .keys = &factors});
+    const std::int64_t page = 4 * 8 * element;
+    CHECK(store.ledger().moved(Tier::device)[static_cast<std::size_t>(Tag::values)] == 8 * page);
+    CHECK(store.ledger().moved(Tier::device)[static_cast<std::size_t>(Tag::keys)] == 5 * page);
+    for (int head = 0; head < 2; ++head) {
+      auto wanted = before[static_cast<std::size_t>(head)];
+      std::size_t changed = 0;
+      for (const int x : {1, 3})
+        for (int t = x * 4; t < x * 4 + 4 && !(head == 1 && x == 3); ++t) {
+          std::vector<float>& k = wanted[static_cast<std::size_t>(t)].k;
+          const std::vector<float> own = k;
+          for (std::size_t d = 0; d < 8; ++d) {
+            const float y = rows(0, head, t, static_cast<std::int64_t>(d));
+            k[d] = dtype == DType::f32   ? y
+                   : dtype == DType::f16 ? half_to_float(float_to_half(y))
+                                         : static_cast<float>(bf16(y));
+          }
+          changed += k != own;
+        }
+      CHECK(changed == (head == 0 ? 8 : 4));
+      CHECK(test::stored_tokens(store, 0, slot, head) == wanted);
+    }
+    store.check_invariants();
+    Edits edits;
+    const Lists first(2, {0});
+    edits.place(first.pages(), {.when = Deadline::in_steps(2), .keys = &factors});
+    CHECK_THROWS_WITH(store.apply(edits.all(), slots), Catch::Contains("got factors of keys in an edit to come"));
+    KeyFactors other = factors;
+    other.pages = 3;
+    CHECK_THROWS_WITH(place(store, slot, Lists(2, {0}).pages(), {.keys = &other}),
+                      Catch::Contains("got factors of keys of another cache"));
+  }
+  Placed f;
+  CpuStore store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 8);
+  const KeyFactors none;
+  CHECK_THROWS_WITH(place(store, slot, Lists(2, {0}).pages(), {.keys = &none}),
+                    Catch::Contains("got factors of keys without Needs::rebuilds_keys"));
+  f.options.rebuilds_keys = true, f.options.host_pages = false;
+  CHECK_THROWS_WITH(CpuStore(f.options), Catch::Contains("got Needs::rebuilds_keys with no pages on the host"));
 }
 
 // ArkVale's card: a budget of 6 pages, one of sinks and two of the window. The best pages are 1 and 6. They take the
