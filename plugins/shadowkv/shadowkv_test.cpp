@@ -294,7 +294,7 @@ std::int64_t moved(const OnText& run, Tier tier, Tag tag) {
 
 TEST_CASE("shadowkv reads the same with pages on the host, where values alone come back") {
   constexpr int rank = 20, many = 24;
-  const int page = GENERATE(chunk, 16);
+  const int page = GENERATE(4, 16);  // a chunk, or four
   const bool factorises = GENERATE(true, false);
   CAPTURE(page, factorises);
   Settings here{{"low_rank", factorises}}, away = here;
@@ -333,10 +333,10 @@ TEST_CASE("shadowkv reads the same with pages on the host, where values alone co
     CHECK(moved(run, Tier::device, Tag::keys) == (factorises ? 0 : missed * values));
   }
   CHECK(missed > 100);
-  CHECK(most * page < prompt);
+  if (page == chunk) CHECK(most * page < prompt / 2);
   for (int layer = 0; layer < layers; ++layer) CHECK(run.layer(layer).outputs.at == resident.layer(layer).outputs.at);
   const auto frames = [&](const OnText& x) { return x.ledger().held(Tier::device)[static_cast<std::size_t>(Tag::values)]; };
-  CHECK(frames(run) < frames(resident) * 3 / 4);
+  if (page == chunk) CHECK(frames(run) < frames(resident) / 2);
 }
 
 TEST_CASE("shadowkv: a second prompt has its pages back, and what follows reads the same with pages on the host") {
@@ -369,7 +369,7 @@ TEST_CASE("shadowkv: what it cannot obey is refused") {
     HeapWorkspace w;
     policy->attach(shape, budget, w);
   };
-  CHECK_THROWS_WITH(run_with(params(257)), Contains("got rank 257, wanted at most 256"));
+  CHECK_THROWS_WITH(run_with(params(257)), Contains("got rank 257, wanted 1 to 256"));
   CHECK_NOTHROW(run_with(params(257, {{"low_rank", false}})));
   CHECK_THROWS_WITH(attach({BudgetAmount::ratio, .5}), Contains("got a budget as a ratio of the text, wanted tokens"));
   CHECK_THROWS_WITH(attach({BudgetAmount::bytes, 1e6}), Contains("got a budget in bytes, wanted tokens"));

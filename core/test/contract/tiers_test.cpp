@@ -70,20 +70,25 @@ TEST_CASE("pages that are packed on the host give the same bits") {
 
 TEST_CASE("a policy that can keep its pages on the device gives the same bits with pages on the host") {
   for (const DType dtype : {DType::f32, DType::bf16}) {
+    if (on_cuda() && dtype == DType::f32) continue;  // its models are bf16
     const auto model = tiny_model("llama-gqa3", dtype);
     const auto first = test_text(112, model->config.vocab), second = test_text(30, model->config.vocab, 3),
                answer = test_text(24, model->config.vocab, 5);
-    for (const Subject& s : about("policies with the parameter `offload`", [&](const Subject& s) {
-           return s.spec.policy && s.spec.policy->params.contains("offload") && s.runs_with(dtype);
+    for (const Subject& s : about("policies with the parameter `offload`", [](const Subject& s) {
+           return s.spec.policy && s.spec.policy->params.has("offload");
          }))
       for (const int page : {8, 16}) {
+        if (!s.runs_with(dtype)) continue;
         CAPTURE(s.label, name_of(dtype), page);
-        PolicySpec spec = s.own_amount ? s.spec : with_budget(s.spec, BudgetAmount::tokens, 48);
+        PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, 48);
         spec.page_size = page;
-        spec.policy->params["offload"] = true;
-        Play away(model, spec);
-        spec.policy->params["offload"] = false;
-        Play here(model, spec);
+        const auto with = [&](bool offload) {
+          auto values = spec.policy->params.values();
+          values["offload"] = offload;
+          spec.policy->params = Params(values);
+          return spec;
+        };
+        Play away(model, with(true)), here(model, with(false));
         CHECK(away.run(first, answer) == here.run(first, answer));
         const Ledger& ledger = away.engine->ledger();
         CHECK(ledger.moved_total(Tier::device) > 0);

@@ -6,7 +6,6 @@
 #include <catch2/catch.hpp>
 #include <limits>
 
-#include "base/half.hpp"
 #include "support/store_fixture.hpp"
 
 using namespace kvlab;
@@ -77,7 +76,7 @@ TEST_CASE("place keeps pins and the newest page, and as many others as there is 
 
 // Pages 0 to 4 have factors, and page 3 of head 1 has a key of its own.
 TEST_CASE("a place edit that names factors brings pages without their keys, and makes them") {
-  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
     CAPTURE(name_of(dtype));
     Placed f;
     f.options.rebuilds_keys = true;
@@ -91,10 +90,10 @@ TEST_CASE("a place edit that names factors brings pages without their keys, and 
     const KeyFactors& factors = kept.of(at);
     REQUIRE(factors);
     const std::int64_t element = static_cast<std::int64_t>(size_of(dtype));
-    const auto fill = [&](std::byte* to, std::int64_t numbers) {  // small numbers that every dtype has
+    const auto fill = [&](std::byte* to, std::int64_t numbers) {  // small numbers that both dtypes have
       for (std::int64_t i = 0; i < numbers; ++i) {
         const float x = static_cast<float>((i * 37 + 11) % 23 - 11) / 8;
-        const std::uint16_t bits = dtype == DType::f16 ? float_to_half(x) : bf16(x).bits;
+        const std::uint16_t bits = bf16(x).bits;
         std::memcpy(to + i * element, dtype == DType::f32 ? static_cast<const void*>(&x) : &bits,
                     static_cast<std::size_t>(element));
       }
@@ -123,9 +122,7 @@ TEST_CASE("a place edit that names factors brings pages without their keys, and 
           const std::vector<float> own = k;
           for (std::size_t d = 0; d < 8; ++d) {
             const float y = rows(0, head, t, static_cast<std::int64_t>(d));
-            k[d] = dtype == DType::f32   ? y
-                   : dtype == DType::f16 ? half_to_float(float_to_half(y))
-                                         : static_cast<float>(bf16(y));
+            k[d] = dtype == DType::f32 ? y : static_cast<float>(bf16(y));
           }
           changed += k != own;
         }
