@@ -150,8 +150,8 @@ struct CudaStorePlace : CudaStoreList {
   struct Rebuild {                        // such a page
     std::int32_t slot, head, page, frame;
   };
-  Rebuild* rebuilds = nullptr;            // [rows * kv_heads * most], and
-  std::int32_t* rebuild_counts = nullptr; // {pages, blocks that are done}; zero before and after
+  Rebuild* rebuilds = nullptr;             // [rows * kv_heads * most], and
+  std::int32_t* rebuild_counts = nullptr;  // {pages, blocks that are done}; zero before and after
 };
 
 struct CudaStoreEncode : CudaStoreList {

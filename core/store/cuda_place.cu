@@ -160,9 +160,7 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
   }
   __syncthreads();
 
-  const auto without_keys = [&](int page) {
-    return a.keys.tokens != nullptr && a.keys.cover(slot, head, page, p);
-  };
+  const auto without_keys = [&](int page) { return a.keys.tokens != nullptr && a.keys.cover(slot, head, page, p); };
   const auto job = [&](int kind, int from, int to, int last) {
     const int i = atomicAdd(a.counts, 1);
     a.jobs[4 * i] = kind, a.jobs[4 * i + 1] = from, a.jobs[4 * i + 2] = to, a.jobs[4 * i + 3] = last;
@@ -222,9 +220,7 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
   if (changed && atomicExch(a.last, a.edit) != a.edit) atomicAdd(&s.counters->fired, 1ull);
 }
 
-__device__ inline bool is_up(int kind) {
-  return kind == CudaStorePlace::up || kind == CudaStorePlace::up_without_keys;
-}
+__device__ inline bool is_up(int kind) { return kind == CudaStorePlace::up || kind == CudaStorePlace::up_without_keys; }
 
 // Blocks of one warp. A lane has a job; the first lane copies for all of them.
 __global__ void __launch_bounds__(32) relay_kernel(const __grid_constant__ CudaStoreLayer s, const std::int32_t* jobs,
@@ -363,7 +359,7 @@ KVLAB_ON_CUDA(copy_placed, copy_placed);
 
 void rebuild_placed(const CudaStoreLayer& s, const CudaStorePlace& a, const RopeTable& rope, Stream stream) {
   rebuild_kernel<<<rebuild_blocks, ops::rebuild_threads, 0, stream_of(stream)>>>(s, a.keys, rope, a.rebuilds,
-                                                                                a.rebuild_counts);
+                                                                                 a.rebuild_counts);
   check_launch("rebuild_placed");
 }
 KVLAB_ON_CUDA(rebuild_placed, rebuild_placed);

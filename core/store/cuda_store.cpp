@@ -159,8 +159,8 @@ StoreBytes CudaStore::bytes(const StoreOptions& o) {
   std::int64_t places = o.host_pages ? 2 : 1;
   // A place in the list of each codec and in that of reclaim, and what an extent has.
   if (o.codecs.size() > 1) places = 3 + 2 * (frame / frame_layout(o, o.codecs[1]).bytes + 1);
-  const std::size_t lists =
-      s.jobs + s.place_jobs + s.place_counts + s.rebuilds + s.placed_flags + s.spilled_flags + s.spare_counts + s.reloads;
+  const std::size_t lists = s.jobs + s.place_jobs + s.place_counts + s.rebuilds + s.placed_flags + s.spilled_flags +
+                            s.spare_counts + s.reloads;
   return {static_cast<std::int64_t>(2 * s.table + s.lengths + s.lower_pages + s.archive + s.archived + s.counters +
                                     s.rows + s.all_rows + s.inv_freq + lists) +
               (host_frames + 2) * place + before_frames,

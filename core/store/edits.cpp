@@ -331,7 +331,8 @@ void CpuStore::rebuild_pages(const Edit& e, int slot, int head, const std::vecto
     ops::rebuild_keys(*e.keys, slot, head, pages[static_cast<std::size_t>(i)] * p, p,
                       reinterpret_cast<const std::int32_t*>(to.frame + to.layout->positions), options_.rope_table,
                       keys.data(), dim);
-    for (int t = 0; t < p; ++t) ops::write_row(to.frame, *to.layout, KvSide::key, t, &keys[static_cast<std::size_t>(t * dim)]);
+    for (int t = 0; t < p; ++t)
+      ops::write_row(to.frame, *to.layout, KvSide::key, t, &keys[static_cast<std::size_t>(t * dim)]);
   }
 }
 

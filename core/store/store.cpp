@@ -80,8 +80,9 @@ void check_waiting(const Edit& e) {
   if (list.index.stride[1] != list.index.extent[2] || list.index.stride[2] != 1 || list.count.stride[1] != 1)
     throw Error(Errc::unsupported, "got a strided list of an edit to come, wanted a dense one", "the cache");
   if (e.keys)
-    throw Error(Errc::plugin, "edit of layer " + std::to_string(e.layer) +
-                                  ": got factors of keys in an edit to come, wanted one for this or the next attention");
+    throw Error(Errc::plugin,
+                "edit of layer " + std::to_string(e.layer) +
+                    ": got factors of keys in an edit to come, wanted one for this or the next attention");
   if (e.rooms || e.order)
     throw Error(Errc::unsupported, "got `rooms` or `order` in a place edit to come, wanted `room`", "the cache");
 }

@@ -1,6 +1,6 @@
-// ShadowKV: keys of a prompt get a low rank, as they were before RoPE, and their factors stay on the device. A step reads
-// the chunks whose landmarks fit its query best, and those that no landmark stands for. Their values come from the host,
-// and their keys from the factors. Sun et al. 2024. Nothing is evicted.
+// ShadowKV: keys of a prompt get a low rank, as they were before RoPE, and their factors stay on the device. A step
+// reads the chunks whose landmarks fit its query best, and those that no landmark stands for. Their values come from
+// the host, and their keys from the factors. Sun et al. 2024. Nothing is evicted.
 #include <kvlab/chunks.hpp>
 #include <kvlab/key_factors.hpp>
 #include <kvlab/partial_keys.hpp>
@@ -154,5 +154,6 @@ KVLAB_PLUGIN(kvlab::policy<ShadowKv>("shadowkv",
                         "how the shares of a group's query heads become one: max or mean")
                  .component("low_rank", "keys of the prompt get the rank; off = they stay as they are")
                  .component("outlier_chunks", "off = there are no outliers")
-                 .component("offload", "pages of the prompt lie on the host but for those that a step reads; off = they "
-                                       "stay on the device, and the cells are functional"))
+                 .component("offload",
+                            "pages of the prompt lie on the host but for those that a step reads; off = they "
+                            "stay on the device, and the cells are functional"))

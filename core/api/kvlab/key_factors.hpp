@@ -76,16 +76,16 @@ class KeptKeyFactors {
 
 namespace ops {
 
-// Makes the factors of a prompt anew, those of its best rank (kvlab/low_rank.hpp). kv has one row. rows: its keys before
-// RoPE. A place's numbers are its products with the layer's vectors, in f64, of the rank's greatest eigenvalues. The
-// basis holds these vectors. Both are rounded to the factors' dtype. Keys that are not finite make the numbers NaN.
+// Makes the factors of a prompt anew, those of its best rank (kvlab/low_rank.hpp). kv has one row. rows: its keys
+// before RoPE. A place's numbers are its products with the layer's vectors, in f64, of the rank's greatest eigenvalues.
+// The basis holds these vectors. Both are rounded to the factors' dtype. Keys that are not finite make the numbers NaN.
 // exact: the tokens that keep other keys; their pages are marked. Bytes: the rows, and the factors.
 void factor_rows(const PagedKv& kv, const RankDirections& directions, int layer, View<const float, 4> rows,
                  const TokenList& exact, const KeyFactors& factors, Stream s);
 
 // rows[row, kv_head, token, :] = the keys that the factors give, in f32, of the places that have them. A sum goes over
-// q in rising order, in f32. A place edit that names the factors stores the same bits, in the cache's dtype. Regimes but
-// RopeRegime::original are Errc::unsupported. Every page must be on the device. Bytes: the factors, and the rows.
+// q in rising order, in f32. A place edit that names the factors stores the same bits, in the cache's dtype. Regimes
+// but RopeRegime::original are Errc::unsupported. Every page must be on the device. Bytes: the factors, and the rows.
 void rebuild_rows(const PagedKv& kv, const KeyFactors& factors, View<float, 4> rows, Stream s);
 
 }  // namespace ops

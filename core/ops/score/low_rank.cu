@@ -329,7 +329,8 @@ __global__ void __launch_bounds__(threads)
 __global__ void __launch_bounds__(threads)
     mark_kernel(const int* slots, int page_size, const __grid_constant__ TokenList exact,
                 const __grid_constant__ KeyFactors f) {
-  const int head = blockIdx.x, count = min(static_cast<std::int64_t>(exact.count(exact.at(0), head)), exact.index.extent[2]);
+  const int head = blockIdx.x,
+            count = min(static_cast<std::int64_t>(exact.count(exact.at(0), head)), exact.index.extent[2]);
   std::uint8_t* whole = f.whole_of(slots[0], head);
   for (int page = threadIdx.x; page < f.pages; page += threads) whole[page] = 0;
   __syncthreads();

@@ -60,7 +60,8 @@ class KeepsAll final : public ForwardingPolicy {
 // regime: how far codes are from exact tokens is not the method's concern.
 void check_like_full(const Subject& s, const Play& p, const std::vector<int>& prompt, const std::vector<int>& answer,
                      const Logits& got, const Logits& full, DType dtype) {
-  if (p.policy->needs().functional() || p.policy->needs().rebuilds_keys()) {  // what a prompt leaves changes, its own attention does not
+  if (p.policy->needs().functional() ||
+      p.policy->needs().rebuilds_keys()) {  // what a prompt leaves changes, its own attention does not
     CHECK(finite(got));
     if (exact(p)) CHECK(same({got[0]}, {full[0]}));
     return;

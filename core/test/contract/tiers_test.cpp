@@ -61,7 +61,8 @@ TEST_CASE("pages that are packed on the host give the same bits") {
     for (const Tier tier : {Tier::device, Tier::host}) {
       const std::int64_t moved = plain.engine->ledger().moved_total(tier);
       REQUIRE(moved > 0);
-      if (tier == Tier::device && plain.policy->needs().rebuilds_keys()) continue;  // only plain pages leave keys behind
+      if (tier == Tier::device && plain.policy->needs().rebuilds_keys())
+        continue;  // only plain pages leave keys behind
       CHECK(packed.engine->ledger().moved_total(tier) < moved);
     }
     CHECK(kept_of(packed.engine->store(), packed.slot) == kept_of(plain.engine->store(), plain.slot));

@@ -48,7 +48,9 @@ TEST_CASE("keys that are made from factors where their pages come from the host 
     REQUIRE(result.summary.status == "ok");
     return result.summary;
   };
-  const auto away = cells("shadowkv: {rank: 8, outliers: 1, budget: {tokens: 56}}"), here = cells(chunks_read);
+  const auto away = cells("shadowkv: {chunk: 16, rank: 8, outliers: 1, local_chunks: 1, budget: {tokens: 48}}"),
+             here = cells(
+                 "shadowkv: {offload: false, chunk: 16, rank: 8, outliers: 1, local_chunks: 1, budget: {tokens: 48}}");
   CHECK(test::lasting_labels(away) == "");
   CHECK(away.device_bytes_decode < here.device_bytes_decode);
 }
