@@ -236,6 +236,19 @@ class Pairs(unittest.TestCase):
         self.assertEqual(list(frame.score_b), [1, 1, 0])
         self.assertEqual(list(frame.difference), [-1, 0, 1])
 
+    def test_draws_of_a_question_are_one_row(self):
+        with h5py.File(self.path, "a") as file:
+            for cell, scores in (("aa", [1, 0, 1, 0]), ("bb", [0, 0, 1, 1])):
+                del file[f"cells/{cell}"]
+                table(file.create_group(f"cells/{cell}"), "samples", {
+                    "task_sample": [0, 0, 1, 1], "question": [0] * 4, "draw": [0, 1, 0, 1], "score": scores,
+                    "prompt_sha256": ["a", "a", "b", "b"], "output": ["w", "x", "y", "z"],
+                })  # fmt: skip
+        frame = kr.paired(self.path, "full", "snapkv").sort_index()
+        self.assertEqual(list(frame.score_a), [0.5, 0.5])
+        self.assertEqual(list(frame.difference), [0.5, -0.5])
+        self.assertEqual(list(frame.output_a), ["w", "y"])
+
     def test_cells_of_other_questions_are_refused(self):
         with self.assertRaisesRegex(ValueError, "task 'kv' and 'niah'"):
             kr.paired(self.path, "quest", "full")

@@ -332,6 +332,26 @@ class Content(WithFolder):
                 file.create_dataset(f"profilers/p/{name}", data=array).attrs["units"] = unit
         self.assertEqual(Page(report.build([path])).sections, ["missing", "sources"])
 
+    def test_layers_and_maps_of_attention(self):
+        path = self.folder / "p.h5"
+        with h5py.File(path, "w") as file:
+            file.attrs.update({"kind": "profile", "model": "m", "model_fingerprint": "f"})
+            share = np.full((1, 2, 3, 2), np.nan, np.float32)
+            share[0, 0, :2] = [[0.5, 0.25], [1, 0]]
+            share[0, 1, :2] = [[0.25, np.nan], [1, 0]]
+            for name, array, unit in (
+                ("critical", np.array([4, 2], np.float32), "tokens, by layer"),
+                ("attention", share, "share, by 4 steps and 4 tokens"),
+                ("decades", np.array([[[0.5, 0.5], [1, 0]]], np.float32), "share of tokens, by N"),
+            ):
+                file.create_dataset(f"profilers/p/{name}", data=array).attrs["units"] = unit
+        page = Page(report.build([path]))
+        self.assertEqual(page.sections, ["rco", "maps", "missing", "sources"])
+        self.assertIn("Curves", page.text)
+        self.assertEqual(page.tables["m, p: p critical: tokens, by layer"][1:], [["0", "4"], ["1", "2"]])
+        rows = page.tables["m, p: p attention: share"]
+        self.assertEqual(rows[1:], [["0", "0.38", "0.25"], ["1", "1", "0"]])  # 0.375; the third row has no step
+
     def test_overlap_of_sets(self):
         """Of 4 and 2 heads 1 is common: 1/4 and 1/2. Chance is the share of all 8 heads."""
         paths = []

@@ -303,7 +303,7 @@ def paired(path, a, b):
     The index is (task_sample, question, prompt_sha256); rows of one task_sample share a context. The other columns of
     `samples` come twice, as "score_a" and "score_b". `difference` is score_a - score_b. ValueError for cells of several
     tasks, models or seeds, whose questions are not the same, for files that do not tell questions apart, and for workloads that ask one
-    several times.
+    several times. Draws of a question (the key `sampling`) are one row, their mean; texts are those of the first.
     """
     rows = summary(path).set_index("cell")
     ids = [find(path, name) for name in (a, b)]
@@ -317,6 +317,9 @@ def paired(path, a, b):
         samples = cell(path, id).get("samples")
         if samples is None or not set(keys) <= set(samples) or (samples["task_sample"] < 0).any():
             raise ValueError(f"{path}: got cell {id!r} without the numbers of its questions, wanted those of its samples")
+        if "draw" in samples and (samples["draw"] >= 0).any():
+            rule = {c: "mean" if pd.api.types.is_numeric_dtype(samples[c]) else "first" for c in samples if c not in keys}
+            samples = samples.drop_duplicates([*keys, "draw"]).groupby(keys, sort=False).agg(rule).reset_index()
         if samples.duplicated(keys).any():
             raise ValueError(f"{path}: got cell {id!r} with several answers to a question, wanted one")
         sides.append(samples.set_index(keys))

@@ -121,11 +121,15 @@ def curves(inputs):
         groups = {n: v for n, v in groups.items() if len(v) and np.isfinite(v).any(axis=0).all()}
         if groups:
             panels.append(_curves_panel(_title(file, profiler, name), groups, unit, by))
+    if not panels:
+        return None
+    if any("RCO" not in panel.notes[0] for panel in panels):
+        return Section("rco", "Curves", "What profilers measured, mean of heads. The band holds half of them.", panels)
     lead = (
         "How long a head's best pages stay its best: rank-change overlap with an earlier step, mean of heads. 0 is "
         "chance. The band holds half of the heads."
     )
-    return Section("rco", "RCO curves", lead, panels) if panels else None
+    return Section("rco", "RCO curves", lead, panels)
 
 
 def _curves_panel(title, groups, unit, by):
@@ -141,7 +145,7 @@ def _curves_panel(title, groups, unit, by):
             axes.plot(x, means, its.mark, color=its.colour, linestyle="-", label=name)
         axes.xaxis.set_major_locator(draw.MaxNLocator(integer=True))
         axes.legend(frameon=False, fontsize=8)
-        draw.frame(axes, by, "overlap")
+        draw.frame(axes, by, "overlap" if "RCO" in unit else unit.split(" ")[0])
 
     steps = next(iter(groups.values())).shape[1]
     rows = [
@@ -182,8 +186,48 @@ def roles(inputs):
     return Section("roles", "Role maps", lead, panels) if panels else None
 
 
+def _layers(inputs):
+    """Arrays [layer], a bar each."""
+    for file, profiler, name, array in _all(inputs):
+        values = array.values
+        if values.ndim != 1 or not array.unit.endswith(", by layer") or not np.isfinite(values).any():
+            continue
+
+        def picture(axes, values=values, unit=array.unit):
+            axes.bar(np.arange(len(values)), values, color=draw.style.COLOURS[0])
+            draw.frame(axes, "layer", unit.split(",")[0])
+
+        title = _title(file, profiler, name)
+        rows = [[str(layer), number(float(v), 3)] for layer, v in enumerate(values)]
+        yield Panel(title, picture, Table(f"{title}: {array.unit}", ["layer", "value"], rows), [array.unit])
+
+
+def _attention(inputs):
+    """Arrays [layer, head, row, column] of shares, the mean over the heads."""
+    for file, profiler, name, array in _all(inputs):
+        unit, found, by = array.unit.rpartition(", by ")
+        if array.values.ndim != 4 or not found or not np.isfinite(array.values).any():
+            continue
+        there = np.isfinite(array.values).any(axis=(0, 1))
+        mean = np.full(there.shape, np.nan)
+        count = np.isfinite(array.values).sum(axis=(0, 1))
+        mean[there] = np.nansum(array.values, axis=(0, 1))[there] / count[there]
+        mean = mean[there.any(axis=1)][:, there.any(axis=0)]
+        orders = np.where(np.isfinite(mean), np.log10(np.maximum(np.nan_to_num(mean), 1e-4)), np.nan)
+
+        def picture(axes, orders=orders, by=by):
+            draw.heat(axes, orders, -4, 0, "log10 of the share")
+            axes.set_xlabel(by)
+            axes.set_ylabel("rows of steps")
+
+        title = _title(file, profiler, name)
+        rows = [[str(row), *(number(float(v), 2) for v in values)] for row, values in enumerate(mean)]
+        table = Table(f"{title}: {unit}", ["row", *map(str, range(mean.shape[1]))], rows)
+        yield Panel(title, picture, table, [array.unit, "mean of all heads"], 4)
+
+
 def maps(inputs):
-    panels = []
+    panels = [*_layers(inputs), *_attention(inputs)]
     for file, profiler, name, array in _all(inputs):
         values = array.values
         if values.ndim != 2 or classes_of(array) or is_set(array) or not np.isfinite(values).any():

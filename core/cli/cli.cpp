@@ -163,18 +163,22 @@ CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
 }
 
 void CommandLine::add_run() {
-  CLI::App* run = add("run", "run an experiment; cells that are finished are not run again",
-                      "kvlab run exp.yaml --set POLICY.budget.tokens=256 -o results/tokens256.h5", [this] {
-                        Loaded loaded(file_, sets_, plugin_path_);
-                        if (!output_.empty()) loaded.experiment.output = output_;
-                        RunOptions options{joined(typed()), fresh_, quiet_};
-                        options.strict = strict_;
-                        if (isolate_) options.isolate.assign(argv_, argv_ + argc_);
-                        spread_.apply(options, typed());
-                        if (!isolated_cell_.empty())
-                          return run_isolated_cell(loaded.experiment, *loaded.catalog, isolated_cell_, options);
-                        return run_experiment(loaded.experiment, *loaded.catalog, options);
-                      });
+  CLI::App* run =
+      add("run", "run an experiment; cells that are finished are not run again",
+          "kvlab run exp.yaml --set POLICY.budget.tokens=256 -o results/tokens256.h5\n"
+          "kvlab run exp.yaml --set 'sampling={temperature: 0.6, top_p: 0.95, draws: 8}'  eight drawn answers "
+          "to each question",
+          [this] {
+            Loaded loaded(file_, sets_, plugin_path_);
+            if (!output_.empty()) loaded.experiment.output = output_;
+            RunOptions options{joined(typed()), fresh_, quiet_};
+            options.strict = strict_;
+            if (isolate_) options.isolate.assign(argv_, argv_ + argc_);
+            spread_.apply(options, typed());
+            if (!isolated_cell_.empty())
+              return run_isolated_cell(loaded.experiment, *loaded.catalog, isolated_cell_, options);
+            return run_experiment(loaded.experiment, *loaded.catalog, options);
+          });
   add_experiment(run);
   run->add_option("-o,--output", output_, "result file in place of the experiment's");
   CLI::Option* fresh = run->add_flag("--fresh", fresh_,
@@ -260,6 +264,9 @@ void CommandLine::add_generate() {
       ->capture_default_str();
   command->add_option("--top-p", generate_.top_p, "share of probability sampled from")
       ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  command->add_option("--top-k", generate_.top_k, "most likely tokens sampled from; 0 = all")
+      ->check(CLI::Range(0, 1 << 24))
       ->capture_default_str();
   command->add_option("--seed", generate_.seed, "of the sampling")->capture_default_str();
   command->add_flag("--raw", generate_.raw, "the prompt as it is, without the chat template");

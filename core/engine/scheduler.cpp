@@ -6,6 +6,8 @@
 #include <chrono>
 #include <numeric>
 
+#include "base/over_rows.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -23,7 +25,7 @@ Scheduler::Scheduler(Engine& engine, std::vector<Request> requests, SchedulerOpt
       order_(requests_.size()),
       most_active_(static_cast<std::size_t>(engine.store().shape().max_slots)),
       growth_(engine.step_bytes()),
-      logits_(static_cast<std::size_t>(engine.model().config.vocab)) {
+      logits_(static_cast<std::size_t>(engine.model().config.vocab) * (options_.choose ? most_active_ : 1)) {
   const int room = engine.store().shape().max_tokens;
   for (std::size_t i = 0; i < requests_.size(); ++i) {
     const Request& r = requests_[i];
@@ -178,10 +180,8 @@ Fit Scheduler::prompts() {
     const auto free = [&] { return limited ? engine_.free_bytes() : -engine_.used_bytes(); };
     const std::int64_t before = learns ? free() : 0, below = engine_.fills_host() ? engine_.host_used_bytes() : 0;
     const double begin = now();
-    const Fit fit =
-        engine_.prefill(a.slot, {prompt.data() + a.prefilled, count}, last,
-                        asks ? View<float, 2>::dense(logits_.data(), {1, static_cast<std::int64_t>(logits_.size())})
-                             : View<float, 2>());
+    const Fit fit = engine_.prefill(a.slot, {prompt.data() + a.prefilled, count}, last,
+                                    asks ? View<float, 2>::dense(logits_.data(), {1, vocab()}) : View<float, 2>());
     if (fit != Fit::ok) {
       if (active_.size() == 1) return fit;
       put_back(active_.size() - 1, Cache::of_no_use);
@@ -197,8 +197,12 @@ Fit Scheduler::prompts() {
     if (last && learns)
       left_.push_back({prompt.size(), std::max<std::int64_t>(0, a.kept),
                        engine_.fills_host() ? a.below : engine_.host_needed_bytes(a.slot)});
-    if (asks && take(a, static_cast<int>(std::max_element(logits_.begin(), logits_.end()) - logits_.begin()), end))
-      finish(active_.size() - 1);
+    if (!asks) continue;
+    const std::span<const float> logits(logits_.data(), static_cast<std::size_t>(vocab()));
+    const int token = options_.choose
+                          ? options_.choose(index(a), logits)
+                          : static_cast<int>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+    if (take(a, token, end)) finish(active_.size() - 1);
   }
 }
 
@@ -244,17 +248,22 @@ Fit Scheduler::decode() {
     slots.push_back(active_[i].slot);
     tokens.push_back(next_token(active_[i]));
   }
-  std::vector<std::int32_t> likeliest(slots.size());
+  std::vector<std::int32_t> tokens_of_rows(slots.size());
+  const auto result =
+      options_.choose
+          ? StepResult(View<float, 2>::dense(logits_.data(), {static_cast<std::int64_t>(slots.size()), vocab()}))
+          : StepResult(tokens_of_rows);
   const bool learns = !engine_.growth_known();
   const std::int64_t used = learns ? engine_.used_bytes() : 0;
   const double begin = now();
-  if (engine_.step(slots, tokens, StepResult(likeliest)) != Fit::ok) {
+  if (engine_.step(slots, tokens, result) != Fit::ok) {
     // The rows' caches are of no use after a step that did not fit. Fewer rows try again.
     if (active_.size() == 1) return Fit::out_of_memory;
     most_active_ = active_.size() - 1;
     while (!active_.empty()) put_back(active_.size() - 1, Cache::of_no_use);
     return Fit::ok;
   }
+  if (options_.choose) tokens_of_rows = chosen(rows);
   const double end = now();
   if (options_.stepped) options_.stepped(end - begin, slots);
   if (learns) growth_ = std::max(growth_, (engine_.used_bytes() - used) / static_cast<std::int64_t>(slots.size()));
@@ -262,10 +271,22 @@ Fit Scheduler::decode() {
   for (std::size_t row = 0; row < rows.size(); ++row) {
     Active& a = active_[rows[row]];
     ++a.given;
-    if (a.given == known(index(a)) && take(a, likeliest[row], end)) ended.push_back(rows[row]);
+    if (a.given == known(index(a)) && take(a, tokens_of_rows[row], end)) ended.push_back(rows[row]);
   }
   for (; !ended.empty(); ended.pop_back()) finish(ended.back());
   return Fit::ok;
+}
+
+// A row that is being fed known tokens chooses none: a drawn answer has one random number for each of its own.
+std::vector<std::int32_t> Scheduler::chosen(const std::vector<std::size_t>& rows) const {
+  std::vector<std::int32_t> out(rows.size());
+  const auto size = static_cast<std::size_t>(vocab());
+  over_rows(static_cast<std::int64_t>(rows.size()), [&](std::int64_t i) {
+    const auto row = static_cast<std::size_t>(i);
+    const Active& a = active_[rows[row]];
+    if (a.given + 1 == known(index(a))) out[row] = options_.choose(index(a), {logits_.data() + row * size, size});
+  });
+  return out;
 }
 
 // Adds a token to the answer. Returns true when it is the last one.

@@ -13,6 +13,7 @@
 #include <limits>
 #include <map>
 #include <set>
+#include <span>
 #include <vector>
 
 #include "engine/engine.hpp"
@@ -48,6 +49,9 @@ struct SchedulerOptions {
   std::function<bool(int)> ends;  // whether this token ends an answer; none = every answer has max_new tokens
   // Whether the answer to the request of this index ends with the tokens that it has, asked after each; none = no.
   std::function<bool(std::size_t, const std::vector<int>&)> stops;
+  // The next token of the answer to the request of this index, of logits [vocab]; none = the most likely one. It
+  // is asked for several requests at once.
+  std::function<int(std::size_t, std::span<const float>)> choose;
   std::function<double()> clock;                                          // ms, for tests; none = the steady clock
   std::function<void(double)> prompted;                                   // after each chunk of a prompt: its ms
   std::function<void(double, const std::vector<std::int32_t>&)> stepped;  // after each decode step: its ms and slots
@@ -96,6 +100,7 @@ class Scheduler {
   std::size_t known(std::size_t index) const { return requests_[index].fed.size() + served_[index].tokens.size(); }
   int next_token(const Active& a) const;
 
+  std::int64_t vocab() const { return engine_.model().config.vocab; }
   double now() const;
   void arrive();
   bool admit();
@@ -107,6 +112,7 @@ class Scheduler {
   std::vector<std::int32_t> make_room();
   std::vector<std::size_t> rows_of_step();     // of active_
   std::vector<std::int32_t> decoding() const;  // the slots of the next decode step
+  std::vector<std::int32_t> chosen(const std::vector<std::size_t>& rows) const;
   bool take(Active& a, int token, double at);
   enum class Cache : std::uint8_t { of_use, of_no_use };
   void put_back(std::size_t active, Cache cache);
@@ -125,7 +131,7 @@ class Scheduler {
   double start_ = 0, skipped_ = 0;
   std::int64_t growth_;        // bytes that a row's decode step added at most; used unless Engine::growth_known()
   std::vector<Left> left_;     // one per prompt so far
-  std::vector<float> logits_;  // [vocab]
+  std::vector<float> logits_;  // [vocab], or [row, vocab] with SchedulerOptions::choose
 };
 
 }  // namespace kvlab

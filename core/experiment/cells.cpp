@@ -113,6 +113,9 @@ Json common(const Experiment& experiment) {
     if (key.in_id && key.get(experiment) != key.plain->value)
       plain[key.name] = std::visit([](const auto& v) { return Json(v); }, key.get(experiment));
   if (experiment.equal_bytes > 0) plain["equal_bytes"] = experiment.equal_bytes;
+  if (const SamplingSpec& s = experiment.sampling; s.on())
+    plain["sampling"] = {
+        {"temperature", s.temperature}, {"top_p", s.top_p}, {"top_k", s.top_k}, {"draws", s.draws}, {"seed", s.seed}};
   if (experiment.host_memory > 0) plain["host_memory"] = experiment.host_memory;
   if (experiment.spill != "pressure") plain["spill"] = experiment.spill;
   if (experiment.page_copies != "kernel") plain["page_copies"] = experiment.page_copies;

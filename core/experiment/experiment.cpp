@@ -85,6 +85,7 @@ class ExperimentReader {
     out_.spill = map.word("spill", {"pressure", "always"}, {}, "when pages leave the device for the host");
     out_.page_copies = map.word("page_copies", {"kernel", "memcpy"}, {}, "what a GPU copies pages with");
     if (const Node* n = map.take("host_memory")) out_.host_memory = read_bytes(*n, problems_).value_or(0);
+    if (const Node* n = map.take("sampling")) out_.sampling = read_sampling(*n, problems_);
     if (const Node* n = map.take("fidelity")) {
       MapReader fidelity(*n, "fidelity", problems_);
       out_.fidelity_tokens = fidelity.get<int>(make_param("tokens", 32, 1, 1 << 20, "forced tokens per sample"));
@@ -276,6 +277,10 @@ class ExperimentReader {
   void profilers(MapReader& map, const Node& node) {
     if (const yaml::Entry* bytes = map.take_entry("equal_bytes"))
       problems_.add(bytes->key.place, "got equal_bytes beside profilers, wanted policies: profilers have no budget");
+    if (const yaml::Entry* sampling = map.take_entry("sampling"))
+      problems_.add(sampling->key.place,
+                    "got sampling beside profilers, wanted one of them: a profile is of the most likely answers",
+                    Errc::unsupported);
     if (const yaml::Entry* policies = map.take_entry("policies"))
       problems_.add(policies->key.place,
                     "got policies beside profilers, wanted one of them: a profile is of the full cache");

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "experiment/policy_spec.hpp"
+#include "experiment/sampling.hpp"
 #include "experiment/workload.hpp"
 
 namespace kvlab {
@@ -52,7 +53,8 @@ struct Experiment {
   std::vector<PluginUse> profilers;     // in place of policies, for `kvlab profile`
   std::vector<WorkloadSpec> workloads;  // axes expanded; none = the tasks' samples, batch by batch
   std::vector<std::int64_t> seeds{0};
-  int repeats = 1;  // the same cell measured again
+  int repeats = 1;        // the same cell measured again
+  SamplingSpec sampling;  // of answers that no task forces
   std::set<Metric> metrics;
   std::filesystem::path output;          // relative to the current folder
   int batch = 1;                         // sequences at once; with a workload, at most

@@ -30,6 +30,7 @@ const std::vector<ExperimentKey>& experiment_keys() {
       {"ablate", "LABEL: components switched off in turn, or all"},
       plain("repeats", &Experiment::repeats, 1, 1000, Id::no_part, "times that each cell is measured"),
       {"seed", "of tasks and sampling"},
+      {"sampling", "answers are drawn, several to a question, in place of the most likely tokens"},
       {"metrics", "what is measured"},
       {"output", "HDF5 file, from the current folder"},
       plain("batch", &Experiment::batch, 1, 4096, Id::part, "sequences at once"),

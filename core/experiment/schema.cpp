@@ -235,6 +235,7 @@ class Builder {
     if (key == "equal_bytes" || key == "device_memory" || key == "host_memory") return ref("bytes");
     if (key == "spill") return words({"pressure", "always"});
     if (key == "page_copies") return words({"kernel", "memcpy"});
+    if (key == "sampling") return closed(params(sampling_keys()));
     if (key == "plugin_path") return axis(text());
     if (key == "workload") return closed(params(workload_keys()));
     if (key == "experiment" || key == "output") return text();

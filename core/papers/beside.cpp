@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <set>
 
 #include "base/text.hpp"
@@ -41,6 +42,29 @@ double part_sum(const OurRun& run, const std::string& cell, const std::vector<st
   return sum;
 }
 
+// The mean over a cell's samples; NaN without any.
+double sample_mean(const OurRun& run, const std::string& cell, std::int64_t results::SampleRow::*of) {
+  const auto own = run.samples.find(cell);
+  if (own == run.samples.end() || own->second.empty()) return not_measured;
+  double sum = 0;
+  for (const results::SampleRow& row : own->second) sum += static_cast<double>(row.*of);
+  return sum / static_cast<double>(own->second.size());
+}
+
+// The mean number of a workload's requests that are admitted and not at their end, from the first admission to the last
+// end.
+double requests_at_once(const OurRun& run, const std::string& cell) {
+  const auto own = run.samples.find(cell);
+  if (own == run.samples.end()) return not_measured;
+  double inside = 0, begin = std::numeric_limits<double>::infinity(), end = -begin;
+  for (const results::SampleRow& row : own->second) {
+    const double admitted = row.arrival_ms + row.queue_ms;
+    inside += row.end_ms - admitted;  // NaN where there are no times
+    begin = std::min(begin, admitted), end = std::max(end, row.end_ms);
+  }
+  return end > begin ? inside / (end - begin) : not_measured;
+}
+
 Get getter(const Reading& reading, const OurRun& run) {
   if (reading.read == "part_ms") return [&](const SummaryRow& row) { return part_sum(run, row.cell, reading.parts); };
   if (reading.read == "part_share")
@@ -50,8 +74,14 @@ Get getter(const Reading& reading, const OurRun& run) {
         for (const auto& [part, ms] : own->second) all += ms;
       return part_sum(run, row.cell, reading.parts) / all;
     };
+  if (reading.read == "requests_at_once") return [&](const SummaryRow& r) { return requests_at_once(run, r.cell); };
+  if (reading.read == "prompt_tokens")
+    return [&](const SummaryRow& r) { return sample_mean(run, r.cell, &results::SampleRow::prompt_tokens); };
+  if (reading.read == "answer_tokens")
+    return [&](const SummaryRow& r) { return sample_mean(run, r.cell, &results::SampleRow::output_tokens); };
   static const std::map<std::string, Get> all{
       {"score", [](const SummaryRow& r) { return r.score; }},
+      {"pass", [](const SummaryRow& r) { return r.pass; }},
       {"kl", [](const SummaryRow& r) { return r.kl; }},
       {"top1", [](const SummaryRow& r) { return r.top1; }},
       {"mass", [](const SummaryRow& r) { return r.mass; }},
@@ -162,6 +192,7 @@ OurValue of_block(const Reading& r, const OurRun& run, const Cells& cells, const
   const bool scored = r.read == "score";
   if (r.as == "value" || r.as == "percent") {
     if (scored) out.interval = cells.score_interval(*own);
+    if (r.read == "pass" && own->good.size() == 1) out.interval = {own->first().pass_lo, own->first().pass_hi};
   } else {
     const Group* other = Cells::group(block, r.against, std::nullopt, out.why);
     if (!other) return {not_measured, out.interval, r.against + ": " + out.why};
@@ -211,6 +242,28 @@ OurValue shared_heads(const Reading& r, const Ours& ours) {
   OurValue out;
   if (sets[0]->extent != sets[1]->extent) return {not_measured, out.interval, "other shapes"};
   out.value = results::shared_heads(*sets[0], *sets[1]);
+  return in_unit(out, r.as);
+}
+
+// The mean, the least or the greatest number of a profile's array, of those that are finite.
+OurValue of_array(const Reading& r, const Ours& ours) {
+  OurValue out;
+  out.why = "not run";
+  const auto& files = ours.profiles;
+  const auto file = r.run.empty() && files.size() == 1 ? files.begin() : files.find(r.run);
+  if (r.run.empty() && files.size() > 1) out.why = "no run is named";
+  if (file == files.end()) return out;
+  out.why = "no array " + r.array;
+  double sum = 0, count = 0, least = std::numeric_limits<double>::infinity(), most = -least;
+  for (const results::ProfilerOutput& one : file->second.profilers)
+    if (const auto found = one.profile.find(r.array); found != one.profile.end()) {
+      out.why.clear();
+      for (const float v : found->second.values)
+        if (std::isfinite(v))
+          sum += double{v}, ++count, least = std::min(least, double{v}), most = std::max(most, double{v});
+    }
+  if (count == 0) return out;
+  out.value = r.read == "array_mean" ? sum / count : r.read == "array_least" ? least : most;
   return in_unit(out, r.as);
 }
 
@@ -305,6 +358,7 @@ std::map<std::string, double> mean_parts(const results::CellResult& cell) {
 
 OurValue our_value(const Reading& r, const Ours& ours) {
   if (r.read == "shared_heads") return shared_heads(r, ours);
+  if (r.read.starts_with("array_")) return of_array(r, ours);
   OurValue out;
   out.why = "not run";
   if (r.run.empty() && ours.runs.size() > 1) out.why = "no run is named";

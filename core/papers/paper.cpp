@@ -19,6 +19,7 @@ using Kind = Node::Kind;
 
 const std::vector<std::string> kinds{"quality", "speed", "memory", "heads"};
 const std::vector<std::string> reads{"score",
+                                     "pass",
                                      "kl",
                                      "top1",
                                      "mass",
@@ -35,6 +36,12 @@ const std::vector<std::string> reads{"score",
                                      "overhead",
                                      "part_ms",
                                      "part_share",
+                                     "prompt_tokens",
+                                     "answer_tokens",
+                                     "requests_at_once",
+                                     "array_mean",
+                                     "array_least",
+                                     "array_most",
                                      "shared_heads"};
 const std::vector<std::string> forms{"value", "percent", "ratio", "inverse", "saved", "retained"};
 const std::vector<std::string> reading_keys{"policy", "task",    "model", "context", "budget", "run",  "read",
@@ -202,6 +209,7 @@ class Reader {
 
   void check(const Reading& r, const Node& at) {
     if (r.read.starts_with("part_") && r.parts.empty()) wrong(at, r.read + " without 'parts'", "the parts of a step");
+    if (r.read.starts_with("array_") && r.array.empty()) wrong(at, r.read + " without 'array'", "one of a profile");
     if (r.read == "shared_heads" && (r.pair.size() != 2 || r.array.empty()))
       wrong(at, "shared_heads without 'pair' and 'array'", "two profile experiments and their set of heads");
   }

@@ -17,7 +17,7 @@ struct Reading {
   bool over_tasks = false;                       // the mean over tasks: of these groups, or all of the run's
   std::vector<std::vector<std::string>> groups;  // of task labels; several: the mean of their means
   std::vector<std::string> pair;                 // of shared_heads: the stems of two profile experiments
-  std::string array;                             // their set of heads
+  std::string array;                             // their set of heads; of array_...: what a profile holds
   std::vector<std::string> parts;                // of part_ms and part_share: the parts of a step
 };
 

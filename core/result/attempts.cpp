@@ -34,6 +34,7 @@ Tables tables_of(const std::string& path) {
   for (const SummaryRow& row : read_summary(path).rows) {
     const auto cell = samples.find(row.cell);
     if (row.status != "ok" || cell == samples.end()) continue;
+    if (row.draws > 0 && row.repeat > 0) continue;  // the same draws again
     for (const SampleRow& sample : cell->second)
       if (sample.score >= 0 && sample.score <= 1)  // no perplexity
         policy_of(tables[{row.model, row.task}], row).scores[sample.prompt_sha256].push_back(sample.score);
@@ -107,7 +108,7 @@ std::string attempts_report(const std::string& path, Format format) {
     page.tables.push_back(table_of(model + ", " + task, policies));
     all += render_csv(page.tables.back());
     if (page.tables.back().header[2] == "avg@1")
-      page.warnings.push_back(one_line(task) + ": a question has one answer: `seed` or `repeats` makes several");
+      page.warnings.push_back(one_line(task) + ": a question has one answer: `draws` of `sampling` makes several");
   }
   if (page.tables.empty()) page.warnings.emplace_back("no cell has a score from 0 to 1");
   return format == Format::csv ? all : render(page, format);

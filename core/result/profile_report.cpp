@@ -172,19 +172,71 @@ std::string third_axis(const std::string& unit) {
   return at == std::string::npos ? "entry" : unit.substr(at + 5);
 }
 
-// The mean over the other heads and over those of the set, for each entry of an array [layer, head, entry].
+// Whether the unit names an axis of entries that are no heads.
+bool by_entry(const ProfileArray& array) { return array.unit.find(", by ") != std::string::npos; }
+
+// The mean over the other heads and over those of the set, for each entry of an array [layer, head, entry]. Without a
+// set all heads are others.
 std::vector<std::array<double, 2>> means_by_entry(const ProfileArray& array, const HeadSet& set) {
   const auto entries = static_cast<std::size_t>(array.extent[2]);
   std::vector<std::array<double, 2>> means(entries);
   for (std::size_t entry = 0; entry < entries; ++entry) {
     double sum[2] = {}, count[2] = {};
-    for (std::size_t head = 0; head < set.array->values.size(); ++head)
-      if (const float v = array.values[head * entries + entry]; std::isfinite(v))
-        sum[set.has(head)] += v, ++count[set.has(head)];
+    for (std::size_t head = 0; head < array.values.size() / entries; ++head)
+      if (const float v = array.values[head * entries + entry]; std::isfinite(v)) {
+        const bool in = set.array && set.has(head);
+        sum[in] += v, ++count[in];
+      }
     for (const std::size_t in : {0, 1})
       means[entry][in] = count[in] > 0 ? sum[in] / count[in] : std::numeric_limits<double>::quiet_NaN();
   }
   return means;
+}
+
+std::string bar(double value, double high) {
+  std::string text;
+  for (auto left = value > 0 ? std::lround(longest_bar * value / high) : 0; left > 0; --left) text += shades[4];
+  return text.empty() ? text : text + " ";
+}
+
+// A bar for each layer of an array [layer].
+ReportTable layer_table(const std::string& title, const ProfileArray& array, Format format) {
+  double high = 0;
+  for (const float v : array.values)
+    if (double{v} > high) high = double{v};
+  ReportTable table;
+  table.title = title;
+  table.header = {"layer", "value"};
+  if (format != Format::latex) table.title += fmt::format("; bars from 0 to {:.4g}", high), table.text_columns = 2;
+  for (std::size_t layer = 0; layer < array.values.size(); ++layer) {
+    const double v = array.values[layer];
+    table.rows.push_back({std::to_string(layer), (format != Format::latex ? bar(v, high) : "") + number(v)});
+  }
+  return table;
+}
+
+// An array [layer, head, row, column] of shares as a map, the mean over the heads; a character for each column.
+ReportTable entry_map(const std::string& title, const ProfileArray& array) {
+  constexpr double from[] = {0.001, 0.01, 0.05, 0.2};  // each shade but the lightest
+  const auto rows = static_cast<std::size_t>(array.extent[2]), columns = static_cast<std::size_t>(array.extent[3]);
+  ReportTable table;
+  table.title = title + "; mean of heads;";
+  for (std::size_t i = 0; i < std::size(from); ++i) table.title += fmt::format(" {} from {}", shades[i + 1], from[i]);
+  table.header = {"row", "columns"};
+  table.text_columns = 2;
+  for (std::size_t row = 0; row < rows; ++row) {
+    std::string line;
+    bool any = false;
+    for (std::size_t column = 0; column < columns; ++column) {
+      double sum = 0, count = 0;
+      for (std::size_t at = row * columns + column; at < array.values.size(); at += rows * columns)
+        if (std::isfinite(array.values[at])) sum += double{array.values[at]}, ++count;
+      any |= count > 0;
+      line += count == 0 ? " " : shades[std::upper_bound(std::begin(from), std::end(from), sum / count) - from];
+    }
+    if (any) table.rows.push_back({std::to_string(row), line});
+  }
+  return table;
 }
 
 ReportTable curve_table(const std::string& title, const ProfileArray& array, const HeadSet& set, Format format) {
@@ -197,19 +249,16 @@ ReportTable curve_table(const std::string& title, const ProfileArray& array, con
   table.title = title + "; mean of heads";
   if (format != Format::latex) {
     table.title += fmt::format("; bars from 0 to {:.4g}", high);
-    table.text_columns = 3;
+    table.text_columns = set.array ? 3 : 2;
   }
-  table.header = {third_axis(array.unit), set.name, "other heads"};
+  table.header = {third_axis(array.unit)};
+  if (set.array) table.header.push_back(set.name);
+  table.header.emplace_back(set.array ? "other heads" : "all heads");
   for (std::size_t entry = 0; entry < means.size(); ++entry) {
     std::vector<std::string> row{std::to_string(entry + 1)};
-    for (const double mean : {means[entry][1], means[entry][0]}) {
-      std::string text;
-      if (format != Format::latex && mean > 0) {
-        for (auto left = std::lround(longest_bar * mean / high); left > 0; --left) text += shades[4];
-        text += " ";
-      }
-      row.push_back(text + number(mean));
-    }
+    for (const bool in : {true, false})
+      if (const double mean = means[entry][in]; set.array || !in)
+        row.push_back((format != Format::latex ? bar(mean, high) : "") + number(mean));
     table.rows.push_back(std::move(row));
   }
   return table;
@@ -291,6 +340,11 @@ std::string profile_report(const ProfileFile& profile, Format format) {
         page.tables.push_back(class_table(title, array));
         continue;
       }
+      if (array.extent.size() == 1 && by_entry(array)) page.tables.push_back(layer_table(title, array, format));
+      if (array.extent.size() == 4 && by_entry(array) && format != Format::latex)
+        page.tables.push_back(entry_map(title, array));
+      if (array.extent.size() == 3 && by_entry(array) && !set.array)
+        page.tables.push_back(curve_table(title, array, set, format));
       if (!set.marks(array)) continue;
       if (array.extent.size() == 2) page.tables.push_back(map_table(title, array, scale_of(array), set, format));
       if (array.extent.size() == 3) page.tables.push_back(curve_table(title, array, set, format));

@@ -19,6 +19,8 @@ double shared_heads(const ProfileArray& a, const ProfileArray& b);
 // which the set's heads are told apart: maps of [layer, head] arrays, and curves of [layer, head, entry] arrays. A
 // curve has a bar for each entry, counted from 1: the mean over the set's heads, and over the others. The words after
 // the last ", by " of the array's unit name its axis. Classes of [layer, head] are drawn as letters and counted.
+// Without a set, arrays whose unit has ", by " are drawn, too: bars of a [layer] array, a curve of the mean over all
+// heads, and of [layer, head, row, column] shares a map of their mean.
 std::string profile_report(const ProfileFile& profile, Format format);
 
 // The array `name` as a map with a row per layer and a column per head: a shade between the array's smallest and

@@ -101,8 +101,22 @@ std::vector<std::string> cell_warnings(const std::vector<SummaryRow>& rows) {
   return out;
 }
 
+// The number of draws of the block's rows; -1 where they differ or nothing is drawn.
+std::int64_t draws_of(const Block& block) {
+  const std::int64_t draws = block.groups.front().first().draws;
+  const bool same = std::all_of(block.groups.begin(), block.groups.end(),
+                                [&](const Group& group) { return group.first().draws == draws; });
+  return same ? draws : -1;
+}
+
+std::string pass_text(const Group& group) {
+  const std::string text = spread(group, [](const SummaryRow& r) { return r.pass; });
+  if (group.good.size() != 1 || !measured(group.first().pass_lo)) return text;
+  return fmt::format("{} ({}-{})", text, number(group.first().pass_lo), number(group.first().pass_hi));
+}
+
 struct ReportColumn {
-  const char* name;
+  std::string name;
   std::function<std::string(const Group&)> text;
 };
 
@@ -116,8 +130,7 @@ ReportColumn mean_of(const char* name, Get get) {
   return {name, [get](const Group& group) { return mean(group, get); }};
 }
 
-// The columns after policy, budget and n.
-std::vector<ReportColumn> columns_for(const Block& block, const Samples& samples) {
+std::vector<ReportColumn> measured_columns(const Block& block, const Samples& samples) {
   using Row = const SummaryRow&;
   const ReportColumn score{"score", [&samples](const Group& group) { return score_text(group, samples); }};
   const auto compression = mean_of("compr. ×", [](Row r) { return r.compression; });
@@ -165,13 +178,24 @@ std::vector<ReportColumn> columns_for(const Block& block, const Samples& samples
   return columns;
 }
 
+// The columns after policy, budget and n.
+std::vector<ReportColumn> columns_for(const Block& block, const Samples& samples) {
+  std::vector<ReportColumn> columns = measured_columns(block, samples);
+  const std::int64_t draws = draws_of(block);
+  if (draws > 1 && columns.front().name == "score") {
+    columns.front().name = fmt::format("avg@{}", draws);
+    columns.insert(columns.begin() + 1, {fmt::format("pass@{}", draws), pass_text});
+  }
+  return columns;
+}
+
 ReportTable table_of(const Block& block, const Samples& samples, ReportPage& page) {
   Notes notes(page.notes);
   ReportTable table;
   table.title = title_of(block);
   const auto columns = columns_for(block, samples);
   table.header = {"policy", "budget", "n"};
-  for (const auto& column : columns) table.header.emplace_back(column.name);
+  for (const auto& column : columns) table.header.push_back(column.name);
   if (std::any_of(block.groups.begin(), block.groups.end(),
                   [&](const Group& group) { return has_interval(group, samples); }))
     table.header[3] += notes.mark(interval_note);  // of the score

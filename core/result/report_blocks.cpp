@@ -72,6 +72,8 @@ Way way_of(const SummaryRow& row) {
 }
 
 std::string label_note(const std::string& label, const SummaryRow& row) {
+  if (label == "sampled")
+    return label + ": answers are drawn (" + of_one_row(row.sampling) + "); the score is the mean over draws";
   if (label == "oracle") return label + ": " + oracle_meaning(way_of(row));
   for (const auto& [name, meaning] : label_meanings)
     if (label == name) return label + ": " + meaning;

@@ -76,7 +76,12 @@ struct SummaryRow {
   double waiting_threads = not_measured;  // mean number of our threads that could run and had no core
   std::int64_t involuntary_switches = -1, voluntary_switches = -1;
   std::int64_t threads = -1;  // the fewest OpenMP threads that worked
-  std::int64_t reruns = -1;   // how often --strict ran the cell again; the row is the last run's. -1 = without --strict
+  std::string sampling;       // SamplingSpec::text of drawn answers; else empty
+  std::int64_t draws =
+      -1;  // answers that are drawn to each question; score is then their mean, avg@draws. -1 = none is
+  // Share of questions with an answer of score 1 among their draws, pass@draws, and its 95 % interval.
+  double pass = not_measured, pass_lo = not_measured, pass_hi = not_measured;
+  std::int64_t reruns = -1;  // how often --strict ran the cell again; the row is the last run's. -1 = without --strict
   // MHz before and after: the mean over the cores that we may use, and the GPU's multiprocessors
   // (base/clock_rates.hpp).
   double cpu_mhz_begin = not_measured, cpu_mhz_end = not_measured;
@@ -90,6 +95,7 @@ struct SampleRow {
   std::int64_t sample = 0;        // index in the cell: one row per question or request
   std::int64_t task_sample = -1;  // index in the task: rows of one context share it; -1 in files of earlier versions
   std::int64_t question = -1;     // index in that sample
+  std::int64_t draw = -1;         // of the answers that are drawn to the question; -1 = none is
   std::int64_t follows = -1;      // 1 = a turn: it goes on where the question before it ended
   std::string prompt_sha256;
   std::int64_t prompt_tokens = 0;

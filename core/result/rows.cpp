@@ -98,6 +98,11 @@ const std::vector<Field<SummaryRow>>& fields(const SummaryRow*) {
       {"host_bytes_decode", &R::host_bytes_decode, "bytes", false, true},
       {"disk_bytes_decode", &R::disk_bytes_decode, "bytes", false, true},
       {"fragmentation", &R::fragmentation, "bytes", false, true},
+      {"sampling", &R::sampling, "", false, true},
+      {"draws", &R::draws, "", false, true},
+      {"pass", &R::pass, "share", false, true},
+      {"pass_lo", &R::pass_lo, "share", false, true},
+      {"pass_hi", &R::pass_hi, "share", false, true},
   };
   return list;
 }
@@ -124,6 +129,7 @@ const std::vector<Field<SampleRow>>& fields(const SampleRow*) {
       {"question", &R::question, "", false, true},
       {"follows", &R::follows, "1 = a turn", false, true},
       {"pauses", &R::pauses, "steps", false, true},
+      {"draw", &R::draw, "", false, true},
   };
   return list;
 }

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "run/sampling.hpp"
 #include "run/stops.hpp"
 
 namespace kvlab {
@@ -27,18 +26,33 @@ std::string answer_text(const Item& item, std::span<const int> tokens, const Tok
   return text;
 }
 
-Answer::Answer(const Item& item, int most)
-    : item_(&item),
-      most_(item.forced.empty() ? static_cast<std::size_t>(std::min(item.max_new, most)) : item.forced.size()),
-      stops_(item) {}
-
-int Answer::take(std::span<const float> logits, const Tokenizer& tokenizer) {
-  return take(item_->forced.empty() ? argmax(logits) : -1, tokenizer);
+Draws::Draws(const SamplingSpec& spec, std::int64_t seed, const Item& item)
+    : how_{spec.temperature, spec.top_p, spec.top_k}, random_(static_cast<std::uint64_t>(spec.seed), 0) {
+  for (const std::int64_t part :
+       {seed, std::int64_t{item.sample}, std::int64_t{item.question}, std::int64_t{item.draw}})
+    random_ = Random(random_.next(), static_cast<std::uint64_t>(part));
 }
 
-int Answer::take(int likeliest, const Tokenizer& tokenizer) {
+std::optional<Draws> draws_of(const SamplingSpec& spec, std::int64_t seed, const Item& item) {
+  if (!spec.on() || item.draw < 0) return std::nullopt;
+  return Draws(spec, seed, item);
+}
+
+Answer::Answer(const Item& item, int most, std::optional<Draws> draws)
+    : item_(&item),
+      most_(item.forced.empty() ? static_cast<std::size_t>(std::min(item.max_new, most)) : item.forced.size()),
+      stops_(item),
+      draws_(std::move(draws)) {}
+
+int Answer::choose(std::span<const float> logits) {
+  if (!item_->forced.empty()) return -1;
+  return draws_ ? draws_->next(logits) : argmax(logits);
+}
+
+int Answer::take(std::span<const float> logits, const Tokenizer& tokenizer) { return take(choose(logits), tokenizer); }
+
+int Answer::take(int token, const Tokenizer& tokenizer) {
   if (!item_->forced.empty()) return take_forced();
-  const int token = likeliest;
   if (token < 0) throw Error(Errc::internal, "got an answer token of logits that are not finite");
   tokens_.push_back(token);
   if (ends_answer(*item_, token, tokenizer))

@@ -1,14 +1,18 @@
 // Every pass over items feeds a prompt, then its question, then the answer token by token.
 #pragma once
+#include <kvlab/random.hpp>
+
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "engine/engine.hpp"
 #include "run/items.hpp"
+#include "run/sampling.hpp"
 
 namespace kvlab {
 
@@ -31,18 +35,36 @@ class StopTexts {
 // The text of an answer that is scored: up to its first stop text, if it has one.
 std::string answer_text(const Item& item, std::span<const int> tokens, const Tokenizer& tokenizer);
 
-// An item's answer as it grows: the task's tokens where it forces them, else the most likely ones.
+// Draws the tokens of one answer, one random number each. The numbers follow from the seeds and from the item's sample,
+// question and draw alone. So neither the batch nor earlier cells change them, and all policies get the same ones.
+class Draws {
+ public:
+  Draws(const SamplingSpec& spec, std::int64_t seed, const Item& item);
+  int next(std::span<const float> logits) { return sample(logits, how_, random_.unit()); }  // -1 unless all are finite
+
+ private:
+  Sampling how_;
+  Random random_;
+};
+// Nothing where the item's answer is not drawn. seed: the cell's.
+std::optional<Draws> draws_of(const SamplingSpec& spec, std::int64_t seed, const Item& item);
+
+// An item's answer as it grows: the task's tokens where it forces them, else drawn ones, else the most likely ones.
 class Answer {
  public:
   enum class Stop : std::uint8_t { none, eos, length, forced, text };
 
   // An answer that is not forced has at most `most` tokens, and at most the item's own limit. Borrows the item.
-  explicit Answer(const Item& item, int most = std::numeric_limits<int>::max());
+  explicit Answer(const Item& item, int most = std::numeric_limits<int>::max(),
+                  std::optional<Draws> draws = std::nullopt);
 
-  // Returns the next token. logits [vocab]: those after the latest token; likeliest: their argmax. The answer must not
-  // have ended.
+  // The next token after these logits [vocab]; -1 where they are not finite or the task forces its own. A drawn answer
+  // wants one call for each of its tokens. Several answers may choose at the same time.
+  int choose(std::span<const float> logits);
+  // Takes the next token and returns it. logits [vocab]: those after the latest token; chosen: by choose(), or their
+  // argmax where nothing is drawn. The answer must not have ended.
   int take(std::span<const float> logits, const Tokenizer& tokenizer);
-  int take(int likeliest, const Tokenizer& tokenizer);
+  int take(int chosen, const Tokenizer& tokenizer);
   int take_forced();  // the same of tokens that the task forces
 
   const std::vector<int>& tokens() const { return tokens_; }  // an end-of-sequence token included
@@ -54,6 +76,7 @@ class Answer {
   std::size_t most_;
   std::vector<int> tokens_;
   StopTexts stops_;
+  std::optional<Draws> draws_;
   Stop stop_ = Stop::none;
 };
 

@@ -43,6 +43,11 @@ void check_cell(const CellInput& given) {
     throw Error(Errc::config,
                 "got a workload for '" + in.policy().name +
                     "', wanted none: it looks at a run of the full cache on the same prompts, one by one");
+  if (needs.future_mass() && in.experiment->sampling.on())
+    throw Error(Errc::config, "got sampling for '" + in.policy().name +
+                                  "', wanted none: it looks at a run of the full cache, whose answers are other ones");
+  if (in.experiment->sampling.on() && !in.experiment->recording.empty())
+    throw Error(Errc::config, "got sampling for a replay, wanted none: a recording has the full cache's own answers");
   if (needs.output_projection() && !in.experiment->recording.empty())
     throw Error(Errc::config,
                 "got '" + in.policy().name +

@@ -20,13 +20,14 @@ constexpr std::size_t trial_contexts = 2;
 
 std::string megabytes(double bytes) { return fmt::format("{:.4g} MB", bytes / 1e6); }
 
-// The conversations of the first contexts.
+// The conversations of the first contexts, one draw of each.
 TaskItems first_contexts(const TaskItems& all) {
   TaskItems first = all;
   std::size_t contexts = 0, end = 0;
   for (; end < all.items.size(); ++end)
     if ((end == 0 || all.items[end].sample != all.items[end - 1].sample) && ++contexts > trial_contexts) break;
   first.items.resize(end);
+  std::erase_if(first.items, [](const Item& item) { return item.draw > 0; });
   return first;
 }
 
@@ -39,6 +40,7 @@ class Trials {
   explicit Trials(const CellInput& in) : experiment_(*in.experiment), items_(first_contexts(*in.items)), in_(in) {
     experiment_.metrics = {Metric::memory};
     experiment_.batch = 1;
+    experiment_.sampling.draws = 1;
     in_.experiment = &experiment_;
     in_.items = &items_;
     in_.progress = {};

@@ -82,9 +82,15 @@ class FidelityPass {
   FidelityPass& operator=(const FidelityPass&) = delete;
 
   void run() {
+    std::vector<std::size_t> numbers;  // the full cache's answer is the same for all draws of a question
+    for (std::size_t i = 0; i < items_.size(); ++i)
+      if (items_[i].draw == 0) numbers.push_back(i);
     const auto rows = static_cast<std::size_t>(options_.slots);
-    for (std::size_t begin = 0; begin < items_.size(); begin += rows)
-      run_batch(begin, std::min(items_.size(), begin + rows));
+    for (std::span<const std::size_t> left = numbers; !left.empty();) {
+      const std::size_t n = std::min(left.size(), rows);
+      run_batch(left.first(n));
+      left = left.subspan(n);
+    }
   }
 
  private:
@@ -101,11 +107,11 @@ class FidelityPass {
     return o;
   }
 
-  void run_batch(std::size_t begin, std::size_t end) {
+  void run_batch(std::span<const std::size_t> numbers) {
     std::vector<Row> rows;
     std::set<int> samples;
-    for (std::size_t i = begin; i < end; ++i) {
-      rows.push_back(make_row(i));
+    for (const std::size_t number : numbers) {
+      rows.push_back(make_row(number));
       samples.insert(rows.back().item.sample);
     }
     if (in_.full_runs) in_.full_runs->prepare(in_, samples, in_.experiment->fidelity_tokens);
@@ -228,11 +234,14 @@ class FidelityPass {
     add(f.kl, row.kl), add(f.top1, row.top1);
     add(f.mass, row.layers.mass), add(f.page_recall, row.layers.page_recall);
     add(f.output_error, row.layers.output_error);
-    f.offsets.push_back(static_cast<std::int64_t>(f.kl.size()));
+    std::size_t next = row.number;
+    do f.offsets.push_back(static_cast<std::int64_t>(f.kl.size()));
+    while (++next < items_.size() && items_[next].draw > 0);  // other draws have no figures of their own
     auto& sample = out_.samples[row.number];
     sample.kl = mean(row.kl);
     sample.top1 = mean(row.top1);
-    if (row.item.forced.empty()) sample.first_divergence = divergence(outputs_[row.number], row.reference->tokens);
+    if (row.item.forced.empty() && !in_.experiment->sampling.on())
+      sample.first_divergence = divergence(outputs_[row.number], row.reference->tokens);
   }
 
   View<float, 2> logits(std::size_t rows) {

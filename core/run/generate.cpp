@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <kvlab/error.hpp>
+#include <kvlab/random.hpp>
 
 #include <cstdio>
 #include <optional>
@@ -34,11 +35,11 @@ Fit answer(const GenerateOptions& o, const std::vector<int>& prompt, Engine& eng
   std::vector<float> logits(static_cast<std::size_t>(engine.model().config.vocab));
   const auto view = View<float, 2>::dense(logits.data(), {1, engine.model().config.vocab});
   const int slot = engine.open();
-  std::mt19937_64 random(o.seed);
-  const Sampling how{o.temperature, o.top_p};
+  Random random(o.seed, 0);
+  const Sampling how{o.temperature, o.top_p, o.top_k};
   Fit fit = engine.prefill(slot, prompt, true, view);
   for (int n = 0; fit == Fit::ok && n < o.max_new; ++n) {
-    const int token = sample(logits, how, random);
+    const int token = sample(logits, how, random.unit());
     if (tokenizer.is_eos(token)) break;
     const std::string bytes = tokenizer.token_bytes(token);
     std::fwrite(bytes.data(), 1, bytes.size(), stdout);

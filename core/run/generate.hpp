@@ -15,6 +15,7 @@ struct GenerateOptions {
   std::string policy = "full";   // as an entry of `policies:`, e.g. "{NAME: {budget: {tokens: 256}}}"
   int max_new = 128;
   double temperature = 0, top_p = 1;
+  int top_k = 0;  // 0 = all
   std::uint64_t seed = 0;
   bool raw = false;  // the prompt as it is, without the chat template
 };

@@ -61,6 +61,8 @@ const Record& record_of(const Item& item) {
   return item.record ? *item.record : none;
 }
 
+std::int64_t fed_tokens(const Item& item) { return static_cast<std::int64_t>(item.prompt.size() + item.fed.size()); }
+
 // Every answer would match an empty reference.
 void check_references(const std::vector<std::string>& references, const std::string& where) {
   for (const std::string& r : references)
@@ -194,7 +196,7 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
                     "got " + std::to_string(most) + " tokens of prompt and answer, wanted at most " +
                         std::to_string(config.context) + ", the model's context",
                     where);
-      prompt_tokens += static_cast<std::int64_t>(item.prompt.size() + item.fed.size());
+      prompt_tokens += fed_tokens(item);
       check_amount(out.samples, i + 1, prompt_tokens, spec.where);
       const auto add = [&](const std::vector<int>& tokens) {
         for (int t : tokens)
@@ -210,6 +212,30 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
     }
   }
   return out;
+}
+
+TaskItems drawn(TaskItems given, int draws, const std::string& where) {
+  const std::vector<Item> all = std::move(given.items);
+  given.items.clear();
+  std::int64_t tokens = 0;
+  for (std::size_t begin = 0, end = 0; begin < all.size(); begin = end) {
+    for (end = begin + 1; end < all.size() && all[end].follows; ++end) {
+    }
+    const bool forced = !all[begin].forced.empty();
+    for (int draw = 0; draw < (forced ? 1 : draws); ++draw)
+      for (std::size_t i = begin; i < end; ++i) {
+        tokens += fed_tokens(all[i]);
+        if (tokens > most_prompt_tokens)
+          throw Error(Errc::config,
+                      "got " + std::to_string(draws) + " draws for " + std::to_string(all.size()) +
+                          " questions, wanted at most " + std::to_string(most_prompt_tokens) +
+                          " tokens of prompts in all: fewer draws, samples or tokens of context",
+                      where);
+        given.items.push_back(all[i]);
+        if (!forced) given.items.back().draw = draw;
+      }
+  }
+  return given;
 }
 
 }  // namespace kvlab

@@ -16,6 +16,7 @@ namespace kvlab {
 
 struct Item {
   int sample = 0, question = 0;
+  int draw = -1;            // of the answers that are drawn to the question; -1 = none is
   bool shared = false;      // the context's cache serves several questions of the sample
   bool follows = false;     // continues the item before it; `prompt` is then that of its conversation
   int before = 0;           // most tokens of the conversation between its prompt and this question
@@ -45,5 +46,9 @@ struct TaskItems {
 // Throws Errc::data or Errc::config for samples that cannot run on this model (too long, empty context, bad token).
 TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::shared_ptr<const Tokenizer> tokenizer,
                      const ModelConfig& config, const Experiment& experiment, std::int64_t seed);
+
+// Each conversation `draws` times in a row, with Item::draw from 0 on. Texts that the task forces stay as they are.
+// Throws Errc::config for too many tokens.
+TaskItems drawn(TaskItems items, int draws, const std::string& where);
 
 }  // namespace kvlab

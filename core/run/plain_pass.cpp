@@ -4,10 +4,10 @@
 #include <cmath>
 #include <set>
 
+#include "base/over_rows.hpp"
 #include "run/averages.hpp"
 #include "run/disturbance.hpp"
 #include "run/nonfinite.hpp"
-#include "run/sampling.hpp"
 #include "run/warm_up.hpp"
 
 namespace kvlab {
@@ -71,18 +71,25 @@ void PlainPass::run_batch(std::size_t begin, std::size_t end, StepLog& log) {
   rows.reserve(end - begin);  // `active` points into it
   std::vector<Row*> active;
   for (std::size_t i = begin; i < end; ++i) {
-    rows.emplace_back(items_[heads_[i]], static_cast<int>(heads_[i]));
+    rows.push_back(row_of(heads_[i]));
     start(rows.back(), log);
     if (goes_on(rows.back())) active.push_back(&rows.back());
   }
   std::erase_if(contexts_,
-                [&](const auto& c) { return end >= heads_.size() || c.first != items_[heads_[end]].sample; });
+                [&](const auto& c) { return end >= heads_.size() || c.first.first != items_[heads_[end]].sample; });
   if (trace_) engine_.observe(&*trace_);
   while (!active.empty()) step(active, log);
   engine_.observe(nullptr);
 }
 
-// Prefills the prompt, or restores the sample's context as another question left it.
+PlainPass::Row PlainPass::row_of(std::size_t number) const {
+  return {items_[number], static_cast<int>(number), draws_of(in_.experiment->sampling, in_.cell->seed, items_[number])};
+}
+
+// Whether the row is one of several draws to the same prompt.
+bool PlainPass::asked_again(const Row& row) const { return row.item->draw >= 0 && in_.experiment->sampling.draws > 1; }
+
+// Prefills the prompt, or restores the sample's context as another question or draw left it.
 void PlainPass::start(Row& row, StepLog& log) {
   row.slot = engine_.open(static_cast<std::uint32_t>(row.item->sample));
   engine_.ask(row.slot, static_cast<std::uint32_t>(row.number));
@@ -90,13 +97,16 @@ void PlainPass::start(Row& row, StepLog& log) {
   row.queue = row.item->fed;
   row.seen = static_cast<std::int64_t>(row.item->prompt.size() + row.item->fed.size());
   PartClock clock(events());
-  const auto shared = contexts_.find(row.item->sample);
-  const bool restored = row.item->shared && shared != contexts_.end();
+  const bool keeps = row.item->shared || asked_again(row);
+  const std::pair key{row.item->sample, row.item->shared ? -1 : row.item->question};
+  const auto known = contexts_.find(key);
+  const bool restored = keeps && known != contexts_.end();
   if (restored) {
-    want_room(engine_.restore(row.slot, shared->second), engine_);
+    want_room(engine_.restore(row.slot, known->second.sequence), engine_);
+    std::copy(known->second.logits.begin(), known->second.logits.end(), logits_.begin());
   } else {
     want_room(engine_.prefill(row.slot, row.item->prompt, true, logits_view(1)), engine_);
-    if (row.item->shared) contexts_[row.item->sample] = engine_.save(row.slot);
+    if (keeps) contexts_[key] = {engine_.save(row.slot), {logits_.begin(), logits_.begin() + vocab_}};
   }
   const double ms = ms_since(row.start);
   const PartSeconds parts = clock.take().parts;
@@ -104,6 +114,7 @@ void PlainPass::start(Row& row, StepLog& log) {
   if (!restored) log.prompt(ms, parts);
   take(row, logits_of(0), ms);
   if (restored) row.ttft = results::not_measured;
+  if (!row.item->shared && row.item->draw + 1 == in_.experiment->sampling.draws) contexts_.erase(key);
 }
 
 // Runs one decode step of the active rows. Conversations that end leave.
@@ -119,17 +130,29 @@ void PlainPass::step(std::vector<Row*>& active, StepLog& log) {
   if (trace_) trace_->rows(std::move(traced));
   const auto start = Clock::now();
   PartClock clock(events());
-  const bool forced = std::any_of(active.begin(), active.end(), [](const Row* r) { return !r->item->forced.empty(); });
+  const bool reads_logits = std::any_of(active.begin(), active.end(), [&](const Row* r) {
+    return !r->item->forced.empty() || (r->item->draw >= 0 && in_.experiment->sampling.on());
+  });
   likeliest_.resize(active.size());
-  const auto result = forced ? StepResult(logits_view(active.size())) : StepResult(likeliest_);
+  const auto result = reads_logits ? StepResult(logits_view(active.size())) : StepResult(likeliest_);
   want_room(engine_.step(slots, tokens, result), engine_);
+  if (reads_logits) choose(active);
   const double ms = ms_since(start);
   log.decode(ms, clock.take().parts, slots);
   for (std::size_t r = 0; r < active.size(); ++r) {
     if (active[r]->asking()) ++active[r]->fed;
-    forced ? take(*active[r], logits_of(r), ms) : take(*active[r], likeliest_[r], ms);
+    active[r]->item->forced.empty() ? take(*active[r], likeliest_[r], ms) : take(*active[r], logits_of(r), ms);
   }
   std::erase_if(active, [&](Row* row) { return !goes_on(*row); });
+}
+
+// Fills likeliest_ with each row's next token. Rows whose question is still being fed take none: a drawn answer has one
+// random number for each of its own tokens.
+void PlainPass::choose(const std::vector<Row*>& active) {
+  over_rows(static_cast<std::int64_t>(active.size()), [&](std::int64_t row) {
+    const auto r = static_cast<std::size_t>(row);
+    if (active[r]->fed + 1 >= active[r]->queue.size()) likeliest_[r] = active[r]->answer.choose(logits_of(r));
+  });
 }
 
 // Takes the row's next answer token. There is none while the question is being fed.
@@ -188,7 +211,7 @@ void PlainPass::finish_item(Row& row) {
 bool PlainPass::next_turn(Row& row) {
   const auto next = static_cast<std::size_t>(row.number) + 1;
   if (next == items_.size() || !items_[next].follows) return false;
-  Row turn(items_[next], static_cast<int>(next));
+  Row turn = row_of(next);
   turn.slot = row.slot;
   turn.seen = row.seen + static_cast<std::int64_t>(row.answer.tokens().size() + turn.item->fed.size());
   if (row.answer.stop() == Answer::Stop::eos)

@@ -4,6 +4,7 @@
 #include <map>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/part_events.hpp"
@@ -32,7 +33,8 @@ class PlainPass {
 
   // An item in its slot.
   struct Row {
-    Row(const Item& of, int in_cell) : item(&of), number(in_cell), answer(of) {}
+    Row(const Item& of, int in_cell, std::optional<Draws> draws)
+        : item(&of), number(in_cell), answer(of, std::numeric_limits<int>::max(), std::move(draws)) {}
 
     const Item* item;
     int number;  // of the item in the cell
@@ -49,10 +51,19 @@ class PlainPass {
     bool asking() const { return fed < queue.size(); }
   };
 
+  // A cache as its prompt left it, and the logits after it.
+  struct Context {
+    SavedSequence sequence;
+    std::vector<float> logits;
+  };
+
+  Row row_of(std::size_t number) const;
+  bool asked_again(const Row& row) const;
   void run_batch(std::size_t begin, std::size_t end, StepLog& log);
   void start(Row& row, StepLog& log);
   void step(std::vector<Row*>& active, StepLog& log);
-  template <class Logits>  // a row's logits, or their likeliest token where nothing is forced
+  void choose(const std::vector<Row*>& active);
+  template <class Logits>  // a row's logits, or the token that was chosen where nothing is forced
   void take(Row& row, Logits logits, double ms);
   bool goes_on(Row& row);
   void finish_item(Row& row);
@@ -78,9 +89,9 @@ class PlainPass {
   std::optional<PartEvents> events_;  // where the cell asks for the parts of steps on a GPU
   std::optional<TraceRecorder> trace_;
   std::vector<float> logits_;
-  std::vector<std::int32_t> likeliest_;       // [row]
-  std::map<int, SavedSequence> contexts_;     // sample -> cache after its context
-  std::vector<std::vector<float>> token_ms_;  // by item
+  std::vector<std::int32_t> likeliest_;              // [row]
+  std::map<std::pair<int, int>, Context> contexts_;  // by sample, and by question where the prompt holds it, else -1
+  std::vector<std::vector<float>> token_ms_;         // by item
   Answers answers_;
   int done_ = 0;
 };

@@ -133,6 +133,7 @@ void Preparation::check(const Cell& c) {
       const log::Timed timed("prompts of " + task_label(e_.tasks[c.task]));
       p_.items[key] = p_.recording ? recorded_items(*p_.recording, e_.tasks[c.task], c.seed)
                                    : make_items(e_.tasks[c.task], catalog_, model.tokenizer, model.config, e_, c.seed);
+      if (e_.sampling.on()) p_.items[key] = drawn(std::move(p_.items[key]), e_.sampling.draws, e_.tasks[c.task].where);
     });
   const PolicySpec& policy = e_.policies[c.policy];
   const bool has_items = p_.items.count(key) != 0;

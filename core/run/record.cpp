@@ -36,6 +36,9 @@ struct ToRecord {
 
 std::vector<ToRecord> questions_of(const Experiment& e, const PluginCatalog& catalog, const Model& model,
                                    const RecordOptions& options) {
+  if (e.sampling.on())
+    throw Error(Errc::config, "got sampling for a recording, wanted none: it holds the most likely answers",
+                e.file.string());
   std::vector<ToRecord> out;
   std::size_t turns = 0;
   for (const TaskSpec& task : e.tasks)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <vector>
 
 #include "base/finite.hpp"
 
@@ -22,6 +23,46 @@ double log_sum_exp(std::span<const float> x) {
   return top + std::log(sum);
 }
 
+struct Scratch {
+  std::vector<double> weight;  // [id] exp((logit - largest) / temperature)
+  std::vector<int> order;      // ids; the first of them sorted, the most likely first
+  std::vector<char> kept;      // [id]
+};
+
+// Marks the tokens that top_k and top_p leave.
+void keep(std::span<const float> logits, const Sampling& how, Scratch& s) {
+  const std::size_t n = logits.size();
+  const std::size_t most = how.top_k > 0 ? std::min(static_cast<std::size_t>(how.top_k), n) : n;
+  std::fill(s.kept.begin(), s.kept.end(), char{1});
+  if (most == n && how.top_p >= 1) return;
+  std::iota(s.order.begin(), s.order.end(), 0);
+  const auto likelier = [&](int a, int b) {
+    const float x = logits[static_cast<std::size_t>(a)], y = logits[static_cast<std::size_t>(b)];
+    return x != y ? x > y : a < b;
+  };
+  const auto at = [&](std::size_t i) { return s.order.begin() + static_cast<std::ptrdiff_t>(i); };
+  if (most < n) {
+    std::nth_element(at(0), at(most), at(n), likelier);
+    for (std::size_t i = most; i < n; ++i) s.kept[static_cast<std::size_t>(s.order[i])] = 0;
+  }
+  if (how.top_p >= 1) return;
+  double total = 0, sum = 0;
+  for (std::size_t id = 0; id < n; ++id)
+    if (s.kept[id]) total += s.weight[id];
+  // Few tokens are most of the probability, so a part of them is sorted at a time.
+  std::size_t sorted = 0, taken = 0;
+  while (taken < most && (taken == 0 || sum < how.top_p * total)) {
+    if (taken == sorted) {
+      const std::size_t next = std::min(most, std::max<std::size_t>(64, 8 * sorted));
+      if (next < most) std::nth_element(at(sorted), at(next), at(most), likelier);
+      std::sort(at(sorted), at(next), likelier);
+      sorted = next;
+    }
+    sum += s.weight[static_cast<std::size_t>(s.order[taken++])];
+  }
+  for (std::size_t i = taken; i < most; ++i) s.kept[static_cast<std::size_t>(s.order[i])] = 0;
+}
+
 }  // namespace
 
 int argmax(std::span<const float> logits) {
@@ -29,26 +70,20 @@ int argmax(std::span<const float> logits) {
   return static_cast<int>(std::max_element(logits.begin(), logits.end()) - logits.begin());
 }
 
-int sample(std::span<const float> logits, const Sampling& how, std::mt19937_64& random) {
+int sample(std::span<const float> logits, const Sampling& how, double unit) {
   if (how.temperature <= 0 || !finite(logits)) return argmax(logits);
-  std::vector<int> order(logits.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
-    return logits[static_cast<std::size_t>(a)] > logits[static_cast<std::size_t>(b)];
-  });
-  const double top = logits[static_cast<std::size_t>(order[0])];
-  std::vector<double> weight(order.size());
-  for (std::size_t i = 0; i < order.size(); ++i)
-    weight[i] = std::exp((logits[static_cast<std::size_t>(order[i])] - top) / how.temperature);
-  const double total = std::accumulate(weight.begin(), weight.end(), 0.);
-  std::size_t kept = 0;
-  double sum = 0;
-  while (kept < weight.size() && (kept == 0 || sum < how.top_p * total)) sum += weight[kept++];
-  // One draw of 53 bits, so that the result is the same with every standard library.
-  double at = static_cast<double>(random() >> 11) * 0x1.0p-53 * sum;
-  for (std::size_t i = 0; i < kept; ++i)
-    if ((at -= weight[i]) < 0) return order[i];
-  return order[kept - 1];
+  thread_local Scratch s;
+  s.weight.resize(logits.size()), s.order.resize(logits.size()), s.kept.resize(logits.size());
+  const double top = *std::max_element(logits.begin(), logits.end());
+  for (std::size_t id = 0; id < logits.size(); ++id) s.weight[id] = std::exp((logits[id] - top) / how.temperature);
+  keep(logits, how, s);
+  double total = 0;
+  for (std::size_t id = 0; id < logits.size(); ++id)
+    if (s.kept[id]) total += s.weight[id];
+  double sum = 0;  // of the same numbers in the same order, so it comes to total, which is more than unit * total
+  for (std::size_t id = 0; id < logits.size(); ++id)
+    if (s.kept[id] && unit * total < (sum += s.weight[id])) return static_cast<int>(id);
+  return argmax(logits);
 }
 
 double negative_log_likelihood(std::span<const float> logits, int token) {

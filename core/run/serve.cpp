@@ -98,6 +98,12 @@ void serve(const CellInput& in, results::CellResult& out) {
       return stops[request].found(tokens, *in.model->tokenizer);
     };
   }
+  std::vector<Draws> draws;
+  if (in.experiment->sampling.on()) {
+    for (std::size_t i = 0; i < count; ++i)
+      draws.emplace_back(in.experiment->sampling, in.cell->seed, in.items->items[i % in.items->items.size()]);
+    how.choose = [&](std::size_t request, std::span<const float> logits) { return draws[request].next(logits); };
+  }
   how.prompted = [&](double) { lap([&](double ms, const PartSeconds& parts) { log.prompt(ms, parts); }); };
   const Scheduler* running = nullptr;
   how.stepped = [&](double, const std::vector<std::int32_t>&) {  // prompts under way hold bytes too

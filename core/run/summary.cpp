@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "base/content_hash.hpp"
@@ -24,6 +26,21 @@ std::vector<Scored> scored_questions(const CellInput& in, const Forced& forced, 
     else
       scored.push_back({item.sample, forced.nll[i], static_cast<double>(item.forced.size())});
   }
+  return scored;
+}
+
+// Whether any draw to a question is right, as a score: pass@k of k draws.
+std::vector<Scored> passed_questions(const CellInput& in, const results::CellResult& out) {
+  const std::vector<Item>& items = in.items->items;
+  std::map<std::pair<int, int>, double> passed;  // by sample and question
+  for (std::size_t i = 0; i < out.samples.size(); ++i) {
+    const Item& item = items[i % items.size()];
+    if (item.draw < 0 || std::isnan(out.samples[i].score)) continue;
+    double& any = passed[{item.sample, item.question}];
+    any = std::max(any, out.samples[i].score == 1 ? 1. : 0.);
+  }
+  std::vector<Scored> scored;
+  for (const auto& [question, any] : passed) scored.push_back({question.first, any});
   return scored;
 }
 
@@ -76,6 +93,13 @@ void describe_cell(const CellInput& in, results::CellResult& out) {
   s.ablated = policy.ablated;
   s.task = task_label(e.tasks[in.cell->task]);
   if (in.workload()) s.workload = in.workload()->text();
+  if (const SamplingSpec& sampling = e.sampling;
+      sampling.on() &&
+      std::any_of(in.items->items.begin(), in.items->items.end(), [](const Item& item) { return item.draw >= 0; })) {
+    add_label(s, "sampled");
+    s.sampling = sampling.text();
+    s.draws = sampling.draws;
+  }
   s.seed = in.cell->seed;
   s.repeat = in.cell->repeat;
   for (const Item& item : in.items->items)
@@ -91,6 +115,7 @@ results::SampleRow sample_row(const Item& item, std::int64_t number) {
   s.sample = number;
   s.task_sample = item.sample;
   s.question = item.question;
+  s.draw = item.draw;
   s.follows = item.follows;
   s.prompt_sha256 = item.sha256;
   return s;
@@ -113,6 +138,13 @@ void summarize(const CellInput& in, const Forced& forced, results::CellResult& o
     const Interval interval = forced.nll.empty() ? score_interval(scored) : perplexity_interval(scored);
     s.score_lo = interval.low;
     s.score_hi = interval.high;
+    if (const auto passed = passed_questions(in, out); !passed.empty()) {
+      s.pass = 0;
+      for (const Scored& question : passed) s.pass += question.value / static_cast<double>(passed.size());
+      const Interval of_pass = score_interval(passed);
+      s.pass_lo = of_pass.low;
+      s.pass_hi = of_pass.high;
+    }
   }
   const auto mean_of = [](const std::vector<float>& v) { return mean(std::vector<double>(v.begin(), v.end())); };
   s.kl = mean_of(out.fidelity.kl);

@@ -232,6 +232,20 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   refused(p + "  - full\nequal_bytes: 1MiB\nworkload: {}\n", "exp.yaml:5:1: got equal_bytes with a workload");
   refused(p + "  - full\ndevice_memory: 68 goats\n", "exp.yaml:5:16: got '68 goats'", {"GiB"});
   refused(p + "  - full\nmetrics: [score, speed]\n", "exp.yaml:5:18: got 'speed'", {"score | fidelity"});
+  refused(p + "  - full\nsampling: 0.6\n", "exp.yaml:5:11: got '0.6' for 'sampling', wanted a map");
+  refused(p + "  - full\nsampling: {}\n", "exp.yaml:5:11: got no temperature for 'sampling'");
+  refused(p + "  - full\nsampling: {top_p: 0.9}\n", "exp.yaml:5:11: got no temperature for 'sampling'");
+  refused(p + "  - full\nsampling: {temperature: -1}\n", "exp.yaml:5:25: got -1", {"0 to 100", "'temperature'"});
+  refused(p + "  - full\nsampling: {temperature: hot}\n", "exp.yaml:5:25: got 'hot'");
+  refused(p + "  - full\nsampling: {temperature: [0.6, 1]}\n", "exp.yaml:5:25: got a list for 'temperature'");
+  refused(p + "  - full\nsampling: {temperature: 1, top_p: 0}\n", "exp.yaml:5:35: got 0 for 'top_p', wanted more");
+  refused(p + "  - full\nsampling: {temperature: 1, top_p: 1.1}\n", "exp.yaml:5:35: got 1.1", {"'top_p'"});
+  refused(p + "  - full\nsampling: {temperature: 1, top_k: -2}\n", "exp.yaml:5:35: got -2", {"'top_k'"});
+  refused(p + "  - full\nsampling: {temperature: 1, draws: 0}\n", "exp.yaml:5:35: got 0", {"'draws'"});
+  refused(p + "  - full\nsampling: {temperature: 0, draws: 8}\n", "exp.yaml:5:35: got 8 draws at temperature 0");
+  refused(p + "  - full\nsampling: {temperature: 1, seed: 0.5}\n", "exp.yaml:5:34: got 0.5", {"integer"});
+  refused(p + "  - full\nsampling: {temp: 1}\n", "exp.yaml:5:12: got unknown key 'temp'",
+          {"temperature, top_p, top_k, draws, seed"});
   refused(p + "  - full\nworkload: {request: 3}\n", "exp.yaml:5:12: got unknown key 'request'",
           {"did you mean 'requests'?"});
   refused(p + "  - full\nworkload: {requests: -1}\n", "exp.yaml:5:22: got -1", {"'requests'"});
@@ -611,6 +625,16 @@ TEST_CASE("a cell's id follows what its result depends on") {
   CHECK(by_f1 != id("model: m\npolicies: [full]\ntasks: [niah]\n"));
   CHECK(by_f1 != id(scored + "similar}]\n"));
   CHECK(id(scored + "similar}]\n") != id(scored + "{similar: {ratio: 0.25}}}]\n"));
+
+  const std::string drawn = "model: m\ntasks: [niah]\npolicies: [full]\nsampling: {temperature: ";
+  const std::string greedy = id("model: m\ntasks: [niah]\npolicies: [full]\n");
+  CHECK(id(drawn + "0, top_p: 0.5, seed: 3}\n") == greedy);
+  const std::string warm = id(drawn + "0.6, draws: 8}\n");
+  CHECK(warm != greedy);
+  CHECK(warm == id(drawn + "0.6, draws: 8, top_p: 1, seed: 0}\n"));
+  for (const char* other : {"0.7, draws: 8}", "0.6, draws: 9}", "0.6, draws: 8, top_p: 0.9}",
+                            "0.6, draws: 8, top_k: 9}", "0.6, draws: 8, seed: 1}"})
+    CHECK(id(drawn + std::string(other) + "\n") != warm);
 
   // Injected lists count only where pages are chosen, corrections only for policies.
   CHECK(id("inject: {overlap: 1}\nmodel: m\ntasks: [niah: {context: 64, depth: 2}]\n"

@@ -203,3 +203,66 @@ TEST_CASE("parts of a step are means over decode steps") {
   r.parts = {"recall"};
   CHECK(our_value(r, ours).why == "not measured");
 }
+
+TEST_CASE("pass, lengths and requests at once are read of a cell") {
+  Ours ours = one_run({cell("mine", "t1", 0.5, 10)});
+  SummaryRow& row = ours.runs["table1"].summary.rows[0];
+  Reading r = reading("mine");
+  r.read = "pass";
+  CHECK(our_value(r, ours).why == "not measured");
+  row.pass = 0.75, row.pass_lo = 0.5, row.pass_hi = 0.9;
+  r.as = "percent";
+  CHECK(our_value(r, ours).value == Approx(75));
+  CHECK(our_value(r, ours).interval.low == Approx(50));
+  CHECK(our_value(r, ours).interval.high == Approx(90));
+
+  r.as = "value";
+  for (const char* read : {"prompt_tokens", "answer_tokens", "requests_at_once"}) {
+    r.read = read;
+    CHECK(our_value(r, ours).why == "not measured");
+  }
+  std::vector<results::SampleRow> samples(3);
+  for (std::size_t i = 0; i < 3; ++i) {
+    samples[i].prompt_tokens = 100 + 10 * static_cast<std::int64_t>(i);
+    samples[i].output_tokens = i == 0 ? 1 : 4;
+  }
+  ours.runs["table1"].samples[row.cell] = samples;
+  const auto value = [&](const char* read) {
+    r.read = read;
+    return our_value(r, ours).value;
+  };
+  CHECK(value("prompt_tokens") == 110);
+  CHECK(value("answer_tokens") == 3);
+  CHECK(std::isnan(value("requests_at_once")));  // no times
+  // Requests are inside from 0 to 4, from 1 + 1 to 6 and from 5 to 10: 13 ms of 10.
+  const double times[3][3] = {{0, 0, 4}, {1, 1, 6}, {5, 0, 10}};
+  for (std::size_t i = 0; i < 3; ++i)
+    samples[i].arrival_ms = times[i][0], samples[i].queue_ms = times[i][1], samples[i].end_ms = times[i][2];
+  ours.runs["table1"].samples[row.cell] = samples;
+  CHECK(value("requests_at_once") == Approx(1.3));
+}
+
+TEST_CASE("a profile's array is read by its mean, its least and its greatest number") {
+  Ours ours;
+  results::ProfileFile file;
+  file.profilers = {{"p", "{}", {{"cosine", {{2, 2}, {0.5f, 0.25f, NAN, 0.75f}, ""}}}}};
+  ours.profiles.emplace("heads", file);
+  Reading r;
+  r.array = "cosine";
+  const auto value = [&](const char* read) {
+    r.read = read;
+    return our_value(r, ours);
+  };
+  CHECK(value("array_mean").value == 0.5);
+  CHECK(value("array_least").value == 0.25);
+  CHECK(value("array_most").value == 0.75);
+  r.as = "percent";
+  CHECK(value("array_least").value == 25);
+  r.array = "sine";
+  CHECK(value("array_least").why == "no array sine");
+  r.run = "feet";
+  CHECK(value("array_least").why == "not run");
+  r.run.clear();
+  ours.profiles.emplace("more", file);
+  CHECK(value("array_least").why == "no run is named");
+}

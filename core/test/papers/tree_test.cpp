@@ -47,6 +47,7 @@ SummaryRow row_of(const Experiment& e, const Cell& cell, std::size_t number) {
   if (!e.workloads.empty()) row.workload = e.workloads[cell.workload].text();
   const auto has = [&](Metric metric) { return e.metrics.count(metric) != 0; };
   if (has(Metric::score)) row.score = 1;
+  if (has(Metric::score) && e.sampling.on()) row.pass = 1;
   if (has(Metric::fidelity)) row.kl = row.top1 = row.mass = 1;
   if (has(Metric::memory)) {
     row.device_bytes_peak = row.host_bytes_peak = 1;
@@ -66,6 +67,10 @@ OurRun run_of(const Experiment& e, const PluginCatalog& catalog) {
   out.tasks = tasks.size();
   for (const Cell& cell : cells(e, catalog, {})) {
     out.summary.rows.push_back(row_of(e, cell, out.summary.rows.size()));
+    results::SampleRow sample;
+    if (!e.workloads.empty() && e.metrics.count(Metric::latency))
+      sample.arrival_ms = sample.queue_ms = 0, sample.end_ms = 1;
+    out.samples[out.summary.rows.back().cell] = {sample};
     if (e.metrics.count(Metric::parts))
       for (const Part part : all_parts) out.parts[out.summary.rows.back().cell][name_of(part)] = 1;
   }
@@ -155,6 +160,10 @@ TEST_CASE("a value that names what no experiment has is found by name") {
   CHECK(with([](Reading& r) { r.as = "ratio", r.against = "fool"; }) == "fool: not run");
   CHECK(with([](Reading& r) { r.read = "part_ms", r.parts = {"gemm"}; }) == "not measured");
 
+  CHECK(with([](Reading& r) { r.read = "pass"; }) == "not measured");  // nothing is drawn
+  CHECK(with([](Reading& r) { r.read = "answer_tokens"; }).empty());
+  CHECK(with([](Reading& r) { r.read = "requests_at_once"; }) == "not measured");  // it has no workload
+
   const std::string heads = (test::source_root() / "experiments/quality/heads.yaml").string();
   ours.profiles.emplace("heads", profile_of(load_experiment(heads, {}, catalog), catalog));
   const auto of_heads = [&](const std::string& array, const std::string& other) {
@@ -164,5 +173,13 @@ TEST_CASE("a value that names what no experiment has is found by name") {
   };
   CHECK(of_heads("satellite", "heads").empty());
   CHECK(of_heads("satelite", "heads") == "no array satelite");
+  const auto of_array = [&](const std::string& array, const std::string& stem) {
+    Reading own;
+    own.read = "array_least", own.array = array, own.run = stem;
+    return fault(own, ours);
+  };
+  CHECK(of_array("satellite", "heads").empty());
+  CHECK(of_array("satelite", "heads") == "no array satelite");
+  CHECK(of_array("satellite", "feet") == "not run");
   CHECK(of_heads("satellite", "feet") == "the item runs no profile experiment feet");
 }

@@ -68,6 +68,24 @@ TEST_CASE("attempts: the answers of all seeds to a question count together") {
              Contains("several answers") && Contains("### m, quiz") && Contains("| full | 3 | 0.5 |"));
 }
 
+TEST_CASE("attempts: draws of a cell are answers, and a repeat has the same ones") {
+  const TemporaryFolder dir;
+  const std::string out = dir / "o.h5";
+  CellResult c = answered("c1", "full", 1, {1, 0, 0, 1, 1, 1});  // three draws each of two questions
+  for (std::size_t i = 0; i < 6; ++i) {
+    c.samples[i].prompt_sha256 = std::string(64, i < 3 ? 'a' : 'b');
+    c.samples[i].draw = static_cast<std::int64_t>(i % 3);
+  }
+  c.summary.draws = 3;
+  write_part(out, c, sample_info());
+  c.id = c.summary.cell = "c2";
+  c.summary.repeat = 1;
+  write_part(out, c, sample_info());
+  // "a" is right once in three: pass@2 is 2/3 of it.
+  CHECK(attempts_report(out, Format::csv) ==
+        "policy,questions,avg@3,pass@1,pass@2,pass@3\nfull,2,0.6667,0.6667,0.8333,1\n");
+}
+
 TEST_CASE("attempts: one answer, and none") {
   const TemporaryFolder dir;
   const std::string out = dir / "o.h5";

@@ -128,3 +128,30 @@ TEST_CASE("a profile without a set of heads is reported by its quantiles alone")
   const std::string text = profile_report(file, Format::table);
   CHECK_THAT(text, Contains("votes       4  0.000") && !Contains("layer") && !Contains("█"));
 }
+
+TEST_CASE("arrays by layer, by entry and by row and column are drawn without a set of heads") {
+  const TemporaryFolder dir;
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  ProfileFile file;
+  file.model = "tiny";
+  kvlab::ProfileArray map{{1, 2, 3, 2}, {}, "share, by 4 steps and 4 tokens"};
+  map.values = {0.5f, 0.1f, 0.0005f, 1, nan, nan, 0.25f, nan, 0.0005f, 1, nan, nan};
+  file.profilers = {{"watch",
+                     "{}",
+                     {{"bars", {{2}, {4, 2}, "tokens, by layer"}},
+                      {"curve", {{1, 2, 2}, {0.5f, 0.5f, 0, 1}, "share of tokens, by N"}},
+                      {"map", map},
+                      {"plain", {{2}, {1, 2}, "no axis"}}}}};
+  write_profile(dir / "p.h5", sample_info(), file);
+  const std::string text = profile_report(read_profile(dir / "p.h5"), Format::md);
+  CHECK_THAT(text, Contains("### watch bars: tokens, by layer; bars from 0 to 4\n\n| layer | value |\n"));
+  CHECK_THAT(text, Contains("| 0 | ████████████████████████████████ 4 |\n| 1 | ████████████████ 2 |\n"));
+  // Means of both heads: 0.25 and 0.75.
+  CHECK_THAT(text, Contains("| N | all heads |\n"));
+  CHECK_THAT(text, Contains("| 1 | ███████████ 0.25 |\n| 2 | ████████████████████████████████ 0.75 |\n"));
+  // 0.375 and 0.1; 0.0005 and 1; no step in the third row.
+  CHECK_THAT(text, Contains("mean of heads; ░ from 0.001 ▒ from 0.01 ▓ from 0.05 █ from 0.2\n\n| row | columns |\n"));
+  CHECK_THAT(text, Contains("| 0 | █▓ |\n| 1 | ·█ |\n") && !Contains("| 2 |  "));
+  CHECK_THAT(text, !Contains("watch plain"));
+  CHECK_THAT(profile_report(file, Format::latex), !Contains("█") && Contains("0 & 4"));
+}

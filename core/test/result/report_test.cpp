@@ -117,6 +117,25 @@ TEST_CASE("rows of one policy show the parameters in which they differ") {
   CHECK_THAT(text_of({a, b}), Contains("snap deep.rule=max"));
 }
 
+TEST_CASE("a table of drawn answers has avg and pass of as many, and says how they were drawn") {
+  auto full = row("a", "full", not_measured, 0.75), mine = row("b", "mine", 64, 0.5);
+  for (SummaryRow* r : {&full, &mine}) {
+    r->draws = 8;
+    r->sampling = "temperature 0.6, 8 draws, seed 1";
+    r->labels = "sampled";
+    r->pass = 0.9, r->pass_lo = 0.6, r->pass_hi = 0.98;
+  }
+  const std::string text = text_of({full, mine});
+  CHECK_THAT(line_with(text, "avg@8"), Contains("pass@8") && !Contains("score"));
+  CHECK_THAT(line_with(text, "mine"), Contains(" 0.9 (0.6-0.98)"));
+  CHECK_THAT(text, Contains("sampled: answers are drawn (temperature 0.6, 8 draws, seed 1)"));
+  // Rows of other numbers of draws have a score alone.
+  mine.draws = 4;
+  CHECK_THAT(line_with(text_of({full, mine}), "budget"), Contains("score") && !Contains("pass@"));
+  mine.draws = full.draws = 1;
+  CHECK_THAT(line_with(text_of({full, mine}), "budget"), Contains("score") && !Contains("pass@"));
+}
+
 TEST_CASE("failures, labels and policies that never acted are said") {
   auto oom = row("a", "big", not_measured, not_measured);
   oom.status = "oom";

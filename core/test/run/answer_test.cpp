@@ -123,3 +123,35 @@ TEST_CASE("a question fed after the prompt is the same text, and one sequence le
     sequence.close();
   }
 }
+
+TEST_CASE("random numbers of a drawn answer follow its question and its draw alone") {
+  Item item;
+  item.sample = 3, item.question = 1, item.draw = 2, item.max_new = 40;
+  std::vector<float> logits(50);
+  for (std::size_t i = 0; i < logits.size(); ++i) logits[i] = .1f * static_cast<float>(i % 7);
+  const auto tokens = [&](const Item& of, std::int64_t seed = 5, std::int64_t cell_seed = 0) {
+    SamplingSpec spec;
+    spec.temperature = 1, spec.draws = 4, spec.seed = seed;
+    Draws draws = *draws_of(spec, cell_seed, of);
+    std::vector<int> out;
+    for (int i = 0; i < 40; ++i) out.push_back(draws.next(logits));
+    return out;
+  };
+  const std::vector<int> own = tokens(item);
+  CHECK(tokens(item) == own);
+  CHECK(tokens(item, 6) != own);
+  CHECK(tokens(item, 5, 1) != own);
+  for (int Item::*part : {&Item::sample, &Item::question, &Item::draw}) {
+    Item other = item;
+    other.*part += 1;
+    CHECK(tokens(other) != own);
+  }
+  std::swap(item.sample, item.draw);
+  CHECK(tokens(item) != own);
+
+  item.draw = -1;
+  SamplingSpec spec;
+  CHECK_FALSE(draws_of(spec, 0, item));  // temperature 0
+  spec.temperature = 1;
+  CHECK_FALSE(draws_of(spec, 0, item));  // nothing is drawn to it
+}

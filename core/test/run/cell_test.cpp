@@ -1,11 +1,15 @@
 #include "run/cell.hpp"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <regex>
+#include <set>
+#include <tuple>
 
 #include "run/answer.hpp"
 #include "support/cell_fixture.hpp"
@@ -317,4 +321,126 @@ TEST_CASE("a cell that does not fit says what it held of its limit, and keeps no
   CHECK(room == 16384 / page * page);
   CHECK(held <= room);
   CHECK(held + 5 * config.kv_heads * page > room);
+}
+
+namespace {
+
+SamplingSpec warm(int draws, double temperature = 1.5) {
+  SamplingSpec out;
+  out.temperature = temperature, out.top_p = .95, out.draws = draws, out.seed = 7;
+  return out;
+}
+
+using DrawKey = std::tuple<std::int64_t, std::int64_t, std::int64_t>;
+
+// The texts of a cell by sample, question and draw.
+std::map<DrawKey, std::string> texts_of(const results::CellResult& result) {
+  std::map<DrawKey, std::string> out;
+  for (const results::SampleRow& s : result.samples)
+    REQUIRE(out.try_emplace({s.task_sample, s.question, s.draw}, s.output).second);
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("drawn answers are the same in any batch, in any company and from a restored prompt") {
+  for (const char* policy :
+       {"full", "{snapkv: {budget: {tokens: 12}, window: 4}}", "{quest: {budget: {tokens: 16}}}"}) {
+    CAPTURE(policy);
+    const PolicySpec spec = test::policy_of(policy, 4);
+    Fixture f(spec);
+    f.experiment.metrics = {Metric::score, Metric::memory};
+    f.conversations();
+    const TaskItems questions = f.items;
+    f.experiment.sampling = warm(3);
+    f.items = drawn(questions, 3, "");
+    const results::CellResult result = f.run();
+    CAPTURE(result.summary.error);
+    REQUIRE(result.summary.status == "ok");
+    REQUIRE(result.samples.size() == 3 * questions.items.size());
+    const auto wanted = texts_of(result);
+    for (const int batch : {2, 5, 16}) {
+      CAPTURE(batch);
+      f.experiment.batch = batch;
+      const results::CellResult again = f.run();
+      REQUIRE(again.summary.status == "ok");
+      CHECK(texts_of(again) == wanted);
+    }
+    // One draw: every prompt runs, none is restored. The first conversation alone, too.
+    f.experiment.sampling.draws = 1;
+    f.items = drawn(questions, 1, "");
+    for (const auto& [key, text] : texts_of(f.run())) CHECK(text == wanted.at(key));
+    f.items.items.erase(f.items.items.begin() + 3, f.items.items.end());
+    for (const auto& [key, text] : texts_of(f.run())) CHECK(text == wanted.at(key));
+    std::set<std::string> first;
+    for (int draw = 0; draw < 3; ++draw) first.insert(wanted.at({2, 0, draw}));
+    CHECK(first.size() > 1);
+  }
+}
+
+TEST_CASE("temperature 0 gives the most likely answers") {
+  Fixture f;
+  f.experiment.metrics = {Metric::score};
+  f.conversations();
+  const results::CellResult greedy = f.run();
+  f.experiment.sampling = warm(1, 0);
+  const results::CellResult cold = f.run();
+  // So do a temperature near 0, the likeliest token alone, and a share that one token has.
+  std::vector<results::CellResult> like{cold};
+  for (int i = 0; i < 3; ++i) {
+    f.experiment.sampling = warm(1);
+    if (i == 0) f.experiment.sampling.temperature = 1e-6;
+    if (i == 1) f.experiment.sampling.top_k = 1;
+    if (i == 2) f.experiment.sampling.top_p = 1e-9;
+    f.items = drawn(f.items, 1, "");
+    like.push_back(f.run());
+  }
+  for (const results::CellResult& other : like) {
+    REQUIRE(other.samples.size() == greedy.samples.size());
+    for (std::size_t i = 0; i < other.samples.size(); ++i) CHECK(other.samples[i].output == greedy.samples[i].output);
+  }
+  CHECK(cold.summary.sampling.empty());
+  CHECK(cold.summary.draws == -1);
+  CHECK(std::isnan(cold.summary.pass));
+  CHECK(cold.samples[0].draw == -1);
+}
+
+TEST_CASE("a cell with draws says so: avg, pass, draws of each sample, fidelity once a question") {
+  Fixture f;
+  f.conversations();
+  f.experiment.sampling = warm(4);
+  f.items = drawn(f.items, 4, "");
+  const results::CellResult first = f.run();
+  REQUIRE(first.summary.status == "ok");
+  // The first letters of the first draw to question 0 of sample 0 are its reference; those of the others are checked.
+  const std::string wanted = first.samples[0].output;
+  for (Item& item : f.items.items) item.references = {wanted};
+  const results::CellResult result = f.run();
+  std::map<std::pair<std::int64_t, std::int64_t>, double> any;
+  double sum = 0;
+  for (const results::SampleRow& s : result.samples) {
+    sum += s.score;
+    double& best = any[{s.task_sample, s.question}];
+    best = std::max(best, s.score);
+    CHECK(s.first_divergence == -1);
+    CHECK(std::isnan(s.kl) == (s.draw > 0));
+  }
+  double passed = 0;
+  for (const auto& [question, best] : any) passed += best;
+  CHECK(result.summary.score == Approx(sum / static_cast<double>(result.samples.size())));
+  CHECK(result.summary.pass == Approx(passed / static_cast<double>(any.size())));
+  CHECK(result.summary.pass > result.summary.score);
+  CHECK(result.summary.pass_lo <= result.summary.pass);
+  CHECK(result.summary.pass_hi >= result.summary.pass);
+  CHECK(result.summary.draws == 4);
+  CHECK(result.summary.sampling == "temperature 1.5, top_p 0.95, 4 draws, seed 7");
+  CHECK(result.summary.labels.find("sampled") != std::string::npos);
+  CHECK(result.fidelity.offsets.size() == result.samples.size() + 1);
+}
+
+TEST_CASE("what draws cannot have is refused") {
+  Fixture f(test::policy_of("{oracle_evict: {budget: {tokens: 8}}}", 4));
+  f.conversations();
+  f.experiment.sampling = warm(2);
+  CHECK_THROWS_WITH(f.run(), Catch::Contains("got sampling for 'oracle_evict'"));
 }

@@ -1,5 +1,6 @@
 #include "run/items.hpp"
 
+#include <array>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -256,4 +257,33 @@ TEST_CASE("a task's metric is known from its entry, for ids and results") {
   CHECK(metric("jsonl: {data: x.jsonl}") == "f1");
   CHECK(metric("ordered_list") == "");
   CHECK(metric("text") == "");
+}
+
+TEST_CASE("draws repeat whole conversations, and leave forced texts alone") {
+  TaskItems all;
+  for (int i = 0; i < 4; ++i) {
+    Item item;
+    item.sample = i / 2, item.question = i % 2;
+    item.prompt = {1, 2, 3};
+    item.follows = i == 1;
+    if (i == 3) item.forced = {4};
+    all.items.push_back(item);
+  }
+  const TaskItems three = drawn(all, 3, "here");
+  std::vector<std::array<int, 3>> got;
+  for (const Item& item : three.items) got.push_back({item.sample, item.question, item.draw});
+  CHECK(got == std::vector<std::array<int, 3>>{{0, 0, 0},
+                                               {0, 1, 0},
+                                               {0, 0, 1},
+                                               {0, 1, 1},
+                                               {0, 0, 2},
+                                               {0, 1, 2},
+                                               {1, 0, 0},
+                                               {1, 0, 1},
+                                               {1, 0, 2},
+                                               {1, 1, -1}});
+  CHECK(three.items[3].follows);
+  CHECK_FALSE(three.items[4].follows);
+  all.items[0].prompt.resize(std::size_t{1} << 20);
+  CHECK_THROWS_WITH(drawn(all, 1000, "here"), Catch::Contains("here: got 1000 draws for 4 questions"));
 }

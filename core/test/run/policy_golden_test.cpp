@@ -132,11 +132,11 @@ void check_tokens(const json& expected, const std::vector<std::vector<int>>& rea
 }  // namespace
 
 TEST_CASE("policies keep, read and predict what the reference does") {
-  const std::string name =
-      GENERATE(as<std::string>{}, "llama-gqa3", "llama-gqa4-rope3", "llama-gqa3-evicting", "llama-gqa4-rope3-evicting",
-               "llama-gqa3-heads", "llama-gqa4-rope3-heads", "llama-gqa3-retrieval", "llama-gqa4-rope3-retrieval",
-               "llama-gqa3-offloading", "llama-gqa4-rope3-offloading", "llama-gqa3-sampling",
-               "llama-gqa4-rope3-sampling", "llama-gqa3-others", "llama-gqa4-rope3-others", "llama-gqa3-stages", "llama-gqa4-rope3-stages", "recall");
+  const std::string name = GENERATE(
+      as<std::string>{}, "llama-gqa3", "llama-gqa4-rope3", "llama-gqa3-evicting", "llama-gqa4-rope3-evicting",
+      "llama-gqa3-heads", "llama-gqa4-rope3-heads", "llama-gqa3-retrieval", "llama-gqa4-rope3-retrieval",
+      "llama-gqa3-offloading", "llama-gqa4-rope3-offloading", "llama-gqa3-sampling", "llama-gqa4-rope3-sampling",
+      "llama-gqa3-others", "llama-gqa4-rope3-others", "llama-gqa3-stages", "llama-gqa4-rope3-stages", "recall");
   std::ifstream in(test::golden("policies/" + name + ".json"));
   const json golden = json::parse(in);
   const auto model = load_model(*open_checkpoint(test::golden(golden["model"])), DType::f32, name);

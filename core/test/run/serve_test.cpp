@@ -183,3 +183,30 @@ TEST_CASE("a cell with a workload has the texts of one without, and every reques
   f.leave_for_pages(10'000, 4);
   CHECK(f.run().summary.status == "oom");
 }
+
+TEST_CASE("requests draw the answers that their items draw without a workload, also after a preemption") {
+  test::CellFixture f(test::tiny_model("llama-gqa3"), test::full_spec(), {Metric::score, Metric::memory});
+  f.experiment.sampling.temperature = 1.2;
+  f.experiment.sampling.draws = 2;
+  f.items.items = items(4);
+  f.items = drawn(f.items, 2, "");
+  const results::CellResult plain = f.run();
+  REQUIRE(plain.summary.status == "ok");
+  f.experiment.workloads = {poisson(16, 500)};
+  f.experiment.batch = 4;
+  f.leave_for_pages(100'000, 4);
+  for (const bool recompute : {false, true})
+    for (const int chunk : {0, 16}) {
+      CAPTURE(recompute, chunk);
+      f.experiment.workloads[0].recompute = recompute;
+      f.experiment.prefill_chunk = chunk;
+      const results::CellResult served = f.run();
+      CAPTURE(served.summary.error);
+      REQUIRE(served.summary.status == "ok");
+      for (std::size_t i = 0; i < 16; ++i) {
+        CHECK(served.samples[i].output == plain.samples[i % 8].output);
+        CHECK(served.samples[i].draw == plain.samples[i % 8].draw);
+      }
+      CHECK(served.summary.pass == plain.summary.pass);
+    }
+}
