@@ -32,7 +32,7 @@ struct Scratch {
 // Marks the tokens that top_k and top_p leave.
 void keep(std::span<const float> logits, const Sampling& how, Scratch& s) {
   const std::size_t n = logits.size();
-  const std::size_t most = how.top_k > 0 ? std::min(static_cast<std::size_t>(how.top_k), n) : n;
+  std::size_t most = how.top_k > 0 ? std::min(static_cast<std::size_t>(how.top_k), n) : n;
   std::fill(s.kept.begin(), s.kept.end(), char{1});
   if (most == n && how.top_p >= 1) return;
   std::iota(s.order.begin(), s.order.end(), 0);
@@ -49,6 +49,12 @@ void keep(std::span<const float> logits, const Sampling& how, Scratch& s) {
   double total = 0, sum = 0;
   for (std::size_t id = 0; id < n; ++id)
     if (s.kept[id]) total += s.weight[id];
+  // Tokens below this weight have less than a share of 1 - top_p together, so none of them is needed.
+  const double least = (1 - how.top_p) / 2 * total / static_cast<double>(most);
+  const auto needed =
+      std::partition(at(0), at(most), [&](int id) { return s.weight[static_cast<std::size_t>(id)] >= least; });
+  for (auto id = needed; id != at(most); ++id) s.kept[static_cast<std::size_t>(*id)] = 0;
+  most = static_cast<std::size_t>(needed - at(0));
   // Few tokens are most of the probability, so a part of them is sorted at a time.
   std::size_t sorted = 0, taken = 0;
   while (taken < most && (taken == 0 || sum < how.top_p * total)) {

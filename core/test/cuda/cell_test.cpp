@@ -187,6 +187,35 @@ TEST_CASE("cuda cell: decode steps as graphs are said") {
   for (std::size_t i = 0; i < 3; ++i) CHECK(gpu.samples[i].output == cpu.samples[i].output);
 }
 
+TEST_CASE("cuda cell: answers are drawn while steps are graphs, and are the same in any batch") {
+  for (const char* policy : {"full", "{snapkv: {window: 4, budget: {tokens: 16}}}"}) {
+    CAPTURE(policy);
+    Cells cells(policy);
+    cells.experiment.metrics = {Metric::score, Metric::latency};
+    cells.experiment.batch_invariant = true;
+    const auto greedy = cells.run("cuda");
+    REQUIRE(greedy.summary.status == "ok");
+    const TaskItems questions = cells.items;
+    const auto drawn_texts = [&](int draws, double temperature, int batch) {
+      cells.experiment.sampling.temperature = temperature;
+      cells.experiment.sampling.draws = draws;
+      cells.experiment.batch = batch;
+      cells.items = drawn(questions, draws, "");
+      const auto result = cells.run("cuda");
+      CHECK(result.summary.error == "");
+      CHECK(test::lasting_labels(result.summary) == "synthetic, sampled, graph");
+      std::map<std::array<std::int64_t, 3>, std::string> texts;
+      for (const auto& s : result.samples) texts[{s.task_sample, s.question, s.draw}] = s.output;
+      return texts;
+    };
+    for (const auto& s : greedy.samples) CHECK(drawn_texts(1, 1e-6, 2).at({s.task_sample, s.question, 0}) == s.output);
+    const auto wanted = drawn_texts(3, 1.5, 1);
+    REQUIRE(wanted.size() == 9);
+    CHECK(wanted.at({0, 0, 0}) != wanted.at({0, 0, 1}));
+    for (const int batch : {2, 6}) CHECK(drawn_texts(3, 1.5, batch) == wanted);
+  }
+}
+
 TEST_CASE("cuda cell: injected page lists, eagerly and in graphs") {
   Cells cells("{quest: {dense_layers: 0, budget: {tokens: 24}}}");
   cells.experiment.inject.overlap = 1;
