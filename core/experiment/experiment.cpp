@@ -277,10 +277,6 @@ class ExperimentReader {
   void profilers(MapReader& map, const Node& node) {
     if (const yaml::Entry* bytes = map.take_entry("equal_bytes"))
       problems_.add(bytes->key.place, "got equal_bytes beside profilers, wanted policies: profilers have no budget");
-    if (const yaml::Entry* sampling = map.take_entry("sampling"))
-      problems_.add(sampling->key.place,
-                    "got sampling beside profilers, wanted one of them: a profile is of the most likely answers",
-                    Errc::unsupported);
     if (const yaml::Entry* policies = map.take_entry("policies"))
       problems_.add(policies->key.place,
                     "got policies beside profilers, wanted one of them: a profile is of the full cache");

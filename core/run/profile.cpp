@@ -111,6 +111,7 @@ struct Sample {
 };
 
 std::vector<Sample> samples_of(const Experiment& e, const PluginCatalog& catalog, const Model& model) {
+  if (e.sampling.on()) log::warn("sampling is left out: a profile is of the most likely answers");
   std::vector<Sample> out;
   for (const TaskSpec& task : e.tasks)
     for (const std::int64_t seed : e.seeds)

@@ -79,3 +79,22 @@ TEST_CASE("samples that do not say their context, or have no score, are not pair
   CHECK(answers_of({{1, &old}}).size() == 1);
   CHECK(pair_of(answers_of({{1, &old}}), answers_of({{1, &old}})).pairs.empty());
 }
+
+TEST_CASE("draws of a question are one observation, whatever order they stand in") {
+  std::vector<SampleRow> own, other;
+  for (int draw = 0; draw < 4; ++draw)
+    for (int question = 0; question < 2; ++question) {
+      own.push_back(sample(question, 0, question ? "q" : "p", draw < (question ? 1 : 3)));
+      own.back().draw = draw;
+      other.insert(other.begin(), sample(question, 0, question ? "q" : "p", draw == 0));
+      other.front().draw = draw;
+    }
+  const Paired p = pair_of(answers_of({{1, &own}}), answers_of({{1, &other}}));
+  REQUIRE(p.pairs.size() == 2);
+  CHECK((p.pairs[0].own == 0.75 && p.pairs[0].other == 0.25));
+  CHECK((p.pairs[1].own == 0.25 && p.pairs[1].other == 0.25));
+  const Difference d = difference_of(p.pairs);
+  CHECK((d.pairs == 2 && d.contexts == 2));
+  CHECK(d.mean == 0.25);
+  CHECK_FALSE(d.mcnemar);  // they are no 0/1 scores
+}
