@@ -44,7 +44,7 @@ struct FusedArgs {
   std::int32_t* error;
   std::int32_t bad_count, bad_entry;
   int *scored, *merged;  // [pair] blocks that have come so far; zero between launches
-  int page_step;         // rows of the maps, or of codes steps, from a page's summary to the next one
+  int page_step;         // rows of the maps from a page's summary to the next one; of codes, steps of 16 bytes
   int parts;             // blocks of a pair
   bool dense;            // summaries have no gaps between them
   // turned_heads comes first; `last` becomes the queries. last: [slot, query head, Dim], null = the flags are there.
@@ -60,7 +60,7 @@ struct FusedArgs {
 template <class T, int Dim, int Chunks, int Tiles, bool InCodes>
 struct Room {
   using F = page_scores::Format<std::conditional_t<InCodes, page_scores::Codes, T>, Chunks>;
-  static constexpr int page_bytes = F::page_bytes, page_rows = page_bytes / 128, tile_bytes = tile_pages * page_bytes;
+  static constexpr int page_bytes = F::page_bytes, tile_bytes = tile_pages * page_bytes;
   static constexpr int stage_bytes = std::max(tile_bytes, UnitShape<Dim>::unit_bytes),
                        ring_bytes = warps * stages * stage_bytes;
   static constexpr int barriers_at = ring_bytes, fragments_at = barriers_at + warps * stages * 8,
@@ -509,8 +509,9 @@ void launch_kernel(FusedArgs f, const CUtensorMap& unit_map, Stream s) {
   const void* summaries = f.chooses ? static_cast<const void*>(c.data) : f.attend.base;
   CUtensorMap tile_map = {}, page_map = {};  // codes need none
   if constexpr (!InCodes) {
-    tile_map = matrix_map(summaries, half, any, 64, 64, tile_pages * R::page_rows);
-    page_map = matrix_map(summaries, half, any, 64, 64, R::page_rows);
+    constexpr int page_rows = R::page_bytes / 128;
+    tile_map = matrix_map(summaries, half, any, 64, 64, tile_pages * page_rows);
+    page_map = matrix_map(summaries, half, any, 64, 64, page_rows);
   }
   constexpr std::int64_t of_system = 1024, own = 2048;  // bytes of each block that CUDA takes; static ones, aligned
   const int bytes = R::bytes(f.attend.group), pairs = f.attend.rows * f.attend.kv_heads,
