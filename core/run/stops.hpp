@@ -10,6 +10,8 @@ namespace kvlab {
 
 // ModelTaskEnv::records refuses a record whose field of this name is no list of texts, or has an empty one.
 inline constexpr const char* stop_field = "stop";
+// The header of a data file, whose own `stop` is checked likewise (datasets/README.md).
+inline constexpr const char* header_field = "kvlab_dataset";
 
 // Bytes of the answer before the first stop text that it contains; npos = none. A stop text of white space alone counts
 // only after another character: an answer may begin with a line end.

@@ -70,7 +70,7 @@ Record record_of(const nlohmann::json& object, const std::string& where) {
   Record r;
   for (const auto& [key, value] : object.items()) {
     if (key == stop_field) check_stops(key, value, where);
-    const bool is_header = object.size() == 1 && value.is_object();  // its list is that of all records
+    const bool is_header = key == header_field && value.is_object();  // its list is that of all records
     if (is_header && value.contains(stop_field)) check_stops(key + "." + stop_field, value[stop_field], where);
     add_fields(key, value, r);
   }

@@ -131,6 +131,9 @@ TEST_CASE("stop texts are a list of texts, of a record or of a header, else file
   CHECK_THROWS_WITH(f.env(1).records("s.json"), Catch::Contains("s.json: record 2: got a value of the type number"));
   f.write("s.json", R"([{"stop": ["x", "\ny"]}, {"more": {"stop": 1}, "a": 2}])");
   CHECK(f.env(1).records("s.json")[0].at("stop") == std::vector<std::string>{"x", "\ny"});
+  // An object of another name is data, even where it is all of a record.
+  f.write("s.json", R"([{"journey": {"from": "home", "stop": "market"}}])");
+  CHECK(f.env(1).records("s.json")[0].at("journey.stop") == std::vector<std::string>{"market"});
 }
 
 TEST_CASE("every cut of a record is an error, never a record") {
