@@ -3,8 +3,8 @@
 #include <kvlab/error.hpp>
 
 #include <algorithm>
-#include <vector>
 
+#include "base/per_thread.hpp"
 #include "ops/linear/norm.hpp"
 #include "ops/page/paged.hpp"
 
@@ -25,9 +25,10 @@ void ReplayExecutor::project(int layer, std::int64_t rows) {
   // Recorded rows are rotated by text position. Turning them back gives the rows before RoPE, but for rounding.
   const ModelConfig& c = model_->config;
   const std::int64_t half = c.head_dim / 2;
+  PerThread<float> angles(static_cast<std::size_t>(2 * half));
 #pragma omp parallel for schedule(static) if (rows > 16)
   for (std::int64_t r = 0; r < rows; ++r) {
-    std::vector<float> angle(static_cast<std::size_t>(2 * half));
+    const auto angle = angles.own();
     ops::rope_angles(model_->rope(), -static_cast<double>(position_[static_cast<std::size_t>(r)]), angle.data(),
                      angle.data() + half);
     for (int h = 0; h < c.heads; ++h)

@@ -2,9 +2,9 @@
 #include "ops/score/channels.hpp"
 
 #include <algorithm>
-#include <vector>
 
 #include "base/device_op.hpp"
+#include "base/per_thread.hpp"
 #include "ops/page/check.hpp"
 
 namespace kvlab::ops {
@@ -50,10 +50,12 @@ void channel_energy(const Tensor<4>& tensor, const PagedKv& kv, View<const float
   if (q.stride[3] != 1) fail(Errc::unsupported, op, "got strided queries, wanted head_dim contiguous");
   if (s.device() == Device::cuda) return on_cuda<channel_energy>(tensor, kv, rows, out, s);
   const int dim = kv.head_dim, group = static_cast<int>(q.extent[1]) / kv.kv_heads;
+  PerThread<double> room(static_cast<std::size_t>(2 * dim));
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
-      std::vector<double> of_queries(static_cast<std::size_t>(dim)), of_rows(of_queries);
+      const auto sums = room.own(), of_queries = sums.first(sums.size() / 2), of_rows = sums.last(sums.size() / 2);
+      std::fill(sums.begin(), sums.end(), 0.);
       for (int g = 0; g < group; ++g)
         for (std::int64_t i = 0; i < q.extent[2]; ++i) add_squares(&q(r, h * group + g, i, 0), dim, of_queries.data());
       const int n = kv.tokens(r, h);
@@ -75,10 +77,11 @@ void zero_channels(const PagedKv& kv, View<const float, 3> energy, int count, in
          "got " + std::to_string(count) + " channels and " + std::to_string(newest) +
              " newest tokens, wanted 0 to head_dim and 0 or more");
   if (s.device() == Device::cuda) return on_cuda<zero_channels>(kv, energy, count, newest, rows, s);
+  PerThread<int> orders(static_cast<std::size_t>(kv.head_dim));
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
-      std::vector<int> order(static_cast<std::size_t>(kv.head_dim));
+      const auto order = orders.own();
       for (std::size_t d = 0; d < order.size(); ++d) order[d] = static_cast<int>(d);
       std::sort(order.begin(), order.end(),
                 [&](int a, int b) { return goes_first(energy(r, h, a), a, energy(r, h, b), b); });

@@ -2,10 +2,11 @@
 #include "ops/score/codebooks.hpp"
 
 #include <algorithm>
+#include <span>
 #include <string>
-#include <vector>
 
 #include "base/device_op.hpp"
+#include "base/per_thread.hpp"
 #include "ops/page/check.hpp"
 #include "ops/score/channels.hpp"
 
@@ -30,7 +31,7 @@ void check_thresholds(const PagedKv& kv, const View<const float, 2>& x, const ch
   if (x.stride[1] != 1) fail(Errc::unsupported, op, "got strided thresholds, wanted head_dim contiguous");
 }
 
-double quantile_of(std::vector<std::uint32_t>& orders, double quantile) {
+double quantile_of(std::span<std::uint32_t> orders, double quantile) {
   const QuantileAt at(quantile, static_cast<int>(orders.size()));
   const auto low = orders.begin() + at.low;
   std::nth_element(orders.begin(), low, orders.end());
@@ -68,16 +69,18 @@ void code_tokens(const PagedKv& kv, double outliers, const Coding& how, View<flo
   if (!(outliers >= 0 && outliers < 1))
     fail(Errc::internal, op, "got outliers " + std::to_string(outliers) + ", wanted a share below 1");
   if (s.device() == Device::cuda) return on_cuda<code_tokens>(kv, outliers, how, rows, s);
+  PerThread<std::uint32_t> room(static_cast<std::size_t>(kv.kv_heads) * static_cast<std::size_t>(kv.head_dim));
   for (int r = 0; r < kv.rows; ++r) {
     int n = 0;
     for (int h = 0; h < kv.kv_heads; ++h) n = std::max(n, kv.tokens(r, h));
 #pragma omp parallel for schedule(dynamic, 16) if (worth_threads(std::int64_t{n} * kv.kv_heads * kv.head_dim))
     for (int t = 0; t < n; ++t) {
       const auto in_range = [&](int h) { return t >= how.range.first(r, h) && t < kv.tokens(r, h); };
-      std::vector<std::uint32_t> orders;
+      std::size_t count = 0;
       for (int h = 0; h < kv.kv_heads; ++h)
-        for (int d = 0; in_range(h) && d < kv.head_dim; ++d) orders.push_back(ordered(rows(r, h, t, d)));
-      if (orders.empty()) continue;
+        for (int d = 0; in_range(h) && d < kv.head_dim; ++d) room.own()[count++] = ordered(rows(r, h, t, d));
+      if (count == 0) continue;
+      const auto orders = room.own().first(count);
       const double lower = quantile_of(orders, outliers / 2);
       const Thresholds of_token{lower, quantile_of(orders, 1 - outliers / 2)};
       for (int h = 0; h < kv.kv_heads; ++h)

@@ -11,6 +11,7 @@
 
 #include "base/device_op.hpp"
 #include "base/half.hpp"
+#include "base/per_thread.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/extents.hpp"
 #include "ops/page/paged.hpp"
@@ -179,9 +180,10 @@ void project(const Joint& x, const RankDirections& d, int layer, int rank) {
   for (std::size_t q = 0; q < count; ++q)
     for (std::size_t i = 0; i < w; ++i)
       turned[i * count + q] = vectors[q * w + i] = z[static_cast<std::size_t>(order[q]) * w + i];
+  PerThread<double> room(2 * w + count);
 #pragma omp parallel if (worth_threads(std::int64_t{x.tokens} * x.width))
   {
-    Numbers of(w), along(count), sum(w);
+    const auto of = room.own().first(w), sum = room.own().subspan(w, w), along = room.own().last(count);
 #pragma omp for schedule(static)
     for (int t = 0; t < x.tokens; ++t) {
       x.read(t, of.data());

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
-#include <vector>
 
+#include "base/per_thread.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/paged.hpp"
 
@@ -18,13 +18,14 @@ inline void check_newest(int newest, const char* op) {
 // `products` of a key make them worth it. key: [head_dim] f32. A page that is not there is Errc::internal.
 template <class F>
 void for_newest_keys(const PagedKv& kv, int newest, std::int64_t products, const char* op, const F& f) {
+  PerThread<float> keys(static_cast<std::size_t>(kv.head_dim));
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
       const int n = kv.tokens(r, h), first = n - std::min(n, newest);
       for (int page = first / kv.page_size; page * kv.page_size < n; ++page) check_page(kv, r, h, page, op);
 #pragma omp parallel if (worth_threads((n - first) * products))
       {
-        std::vector<float> key(static_cast<std::size_t>(kv.head_dim));
+        const auto key = keys.own();
 #pragma omp for schedule(static)
         for (int t = first; t < n; ++t) {
           const PageEntry& e = kv.entry(r, h, t / kv.page_size);

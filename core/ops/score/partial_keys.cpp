@@ -7,6 +7,7 @@
 
 #include "base/device_op.hpp"
 #include "base/half.hpp"
+#include "base/per_thread.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/extents.hpp"
 #include "ops/page/paged.hpp"
@@ -66,9 +67,10 @@ void score_head(const PagedKv& kv, const View<const float, 3>& queries, int row,
       few.push_back(
           static_cast<float>(channel_of(&queries(row, g, 0), keys, head, keys.channels(slot, head, i), kv.head_dim)));
   const std::int64_t products = tokens * static_cast<std::int64_t>(few.size());
+  PerThread<float> keys_of(count);
 #pragma omp parallel if (worth_threads(products))
   {
-    std::vector<float> key(count);
+    const auto key = keys_of.own();
 #pragma omp for schedule(static)
     for (int t = 0; t < tokens; ++t) {
       if (t + newest >= tokens) {

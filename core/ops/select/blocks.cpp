@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/device_op.hpp"
+#include "base/per_thread.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/extents.hpp"
 #include "ops/page/paged.hpp"
@@ -62,19 +63,33 @@ RopeTable unscaled(const PagedKv& kv) {
   return rope;
 }
 
-void make_block(const PagedKv& kv, int row, int query_head, int block, const BlockRule& rule, const KeyBlocks& to) {
+// Scratch of each thread.
+struct OfBlock {
+  PerThread<int> order;
+  PerThread<float> key;
+  PerThread<double> sum;
+
+  OfBlock(int block, int dim)
+      : order(static_cast<std::size_t>(block)),
+        key(static_cast<std::size_t>(dim)),
+        sum(static_cast<std::size_t>(dim)) {}
+};
+
+void make_block(const PagedKv& kv, int row, int query_head, int block, const BlockRule& rule, const KeyBlocks& to,
+                OfBlock& scratch) {
   const std::int64_t slot = kv.slots[row];
   const int head = query_head / static_cast<int>(to.key.extent[1] / kv.kv_heads),
             first = rule.first + block * rule.block;
   const float* mass = &to.mass(slot, query_head, first);
-  std::vector<int> order(static_cast<std::size_t>(rule.block));
+  const auto order = scratch.order.own();
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
   const auto end = order.begin() + rule.representatives;
   std::partial_sort(order.begin(), end, order.end(),
                     [&](int a, int b) { return comes_before(mass[a], a, mass[b], b); });
   std::sort(order.begin(), end);
-  std::vector<float> key(static_cast<std::size_t>(kv.head_dim));
-  std::vector<double> sum(key.size());
+  const auto key = scratch.key.own();
+  const auto sum = scratch.sum.own();
+  std::fill(sum.begin(), sum.end(), 0.);
   for (auto i = order.begin(); i != end; ++i) {
     const int place = first + *i;
     const PageEntry& e = kv.entry(row, head, place / kv.page_size);
@@ -119,6 +134,7 @@ void make_blocks(const PagedKv& kv, const BlockRule& rule, const KeyBlocks& bloc
   if (rule.unturned) check_rope(kv, op);
   if (s.device() == Device::cuda) return on_cuda<make_blocks>(kv, rule, blocks, s);
   const int heads = static_cast<int>(blocks.key.extent[1]);
+  OfBlock scratch(rule.block, kv.head_dim);
   for (int r = 0; r < kv.rows; ++r) {
     std::int32_t& made = blocks.made(kv.slots[r]);
     const int wanted = rule.blocks(tokens_of(kv, r, op)), first = made;
@@ -132,7 +148,7 @@ void make_blocks(const PagedKv& kv, const BlockRule& rule, const KeyBlocks& bloc
 #pragma omp parallel for collapse(2) \
     schedule(static) if (worth_threads(std::int64_t{wanted - first} * heads * rule.block))
     for (int b = first; b < wanted; ++b)
-      for (int q = 0; q < heads; ++q) make_block(kv, r, q, b, rule, blocks);
+      for (int q = 0; q < heads; ++q) make_block(kv, r, q, b, rule, blocks, scratch);
     made = std::max(first, wanted);
   }
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/device_op.hpp"
+#include "base/per_thread.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/extents.hpp"
 #include "ops/page/paged.hpp"
@@ -104,12 +105,14 @@ void chunk_scores(const PagedKv& kv, View<const float, 3> queries, float scale, 
     fail(Errc::unsupported, op, "got another rule of the group, wanted max or mean");
   if (s.device() == Device::cuda) return on_cuda<chunk_scores>(kv, queries, scale, rule, chunks, out, w, s);
   const std::int64_t group = queries.extent[1] / kv.kv_heads;
+  PerThread<double> room(static_cast<std::size_t>(2 * chunks.cosine.extent[2]));
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
       const std::int64_t slot = kv.slots[r];
       const int count = chunks.count(slot, h);
-      std::vector<double> share(static_cast<std::size_t>(count)), joined(share);
+      const auto share = room.own().first(room.own().size() / 2), joined = room.own().last(share.size());
+      std::fill(joined.begin(), joined.end(), 0.);
       for (std::int64_t g = h * group; g < (h + 1) * group; ++g) {
         double most = -INFINITY, sum = 0;
         for (int c = 0; c < count; ++c) {

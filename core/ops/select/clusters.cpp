@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/device_op.hpp"
+#include "base/per_thread.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/paged.hpp"
 
@@ -56,9 +57,10 @@ void nearest(const float* keys, int n, int dim, const float* centroids, int coun
     }
     norm[static_cast<std::size_t>(c)] = std::sqrt(squares);
   }
+  PerThread<double> dots(room);
 #pragma omp parallel if (worth_threads(std::int64_t{n} * count))
   {
-    std::vector<double> dot(room);
+    const auto dot = dots.own();
 #pragma omp for schedule(static)
     for (int t = 0; t < n; ++t) {
       std::fill(dot.begin(), dot.end(), 0.);

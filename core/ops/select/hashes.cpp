@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "base/device_op.hpp"
+#include "base/per_thread.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/paged.hpp"
 
@@ -27,11 +29,12 @@ void check_hashes(const PagedKv& kv, const KeyHashes& h, const char* op) {
     fail(Errc::unsupported, op, "got keys before RoPE (cache_relative), wanted keys that are stored as rotated");
 }
 
-// A vector's code in each table. sums: room for a number of each bit and table.
-void hash_vector(const float* x, const KeyHashes& h, std::int64_t head, std::vector<double>& sums,
-                 std::int16_t* codes) {
+std::size_t sums_of(const KeyHashes& h) { return static_cast<std::size_t>(h.planes.extent[2] * h.planes.extent[3]); }
+
+// A vector's code in each table. sums: [sums_of(h)], scratch.
+void hash_vector(const float* x, const KeyHashes& h, std::int64_t head, std::span<double> sums, std::int16_t* codes) {
   const std::int64_t dim = h.planes.extent[1], bits = h.planes.extent[2], tables = h.planes.extent[3];
-  sums.assign(static_cast<std::size_t>(bits * tables), 0.);
+  std::fill(sums.begin(), sums.end(), 0.);
   for (std::int64_t d = 0; d < dim; ++d) {
     const double element = x[d];
     const float* plane = &h.planes(head, d, 0, 0);
@@ -56,9 +59,10 @@ void hash_head(const PagedKv& kv, int row, int head, int from, int to, const Key
   for (std::int64_t d = 0; d < dim; ++d)
     mean[d] = to > from ? static_cast<float>(sum[static_cast<std::size_t>(d)] / (to - from)) : 0.f;
   h.bound(slot, head, 0) = from, h.bound(slot, head, 1) = to;
+  PerThread<double> room(sums_of(h));
 #pragma omp parallel if (worth_threads((to - from) * dim))
   {
-    std::vector<double> sums;
+    const auto sums = room.own();
 #pragma omp for schedule(static)
     for (std::int64_t t = from; t < to; ++t) {
       float* key = keys.data() + t * dim;
@@ -96,13 +100,14 @@ void weigh_head(const PagedKv& kv, const View<const float, 3>& queries, int row,
   const int group = static_cast<int>(queries.extent[1]) / kv.kv_heads, tokens = kv.tokens(row, head);
   const int first = h.bound(slot, head, 0), end = std::min(h.bound(slot, head, 1), tokens);
   std::vector<std::int16_t> codes(static_cast<std::size_t>(group * tables));
-  std::vector<double> sums;
+  std::vector<double> sums(sums_of(h));
   for (int g = 0; g < group; ++g)
     hash_vector(&queries(row, head * group + g, 0), h, head, sums, codes.data() + g * tables);
   for (int page = first / kv.page_size; page * kv.page_size < end; ++page) check_page(kv, row, head, page, op);
+  PerThread<float> keys(static_cast<std::size_t>(dim));
 #pragma omp parallel if (worth_threads(tokens * tables))
   {
-    std::vector<float> key(static_cast<std::size_t>(dim));
+    const auto key = keys.own();
 #pragma omp for schedule(static)
     for (int t = 0; t < tokens; ++t) {
       bool decoded = false;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/device_op.hpp"
+#include "base/per_thread.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/paged.hpp"
 #include "ops/select/select.hpp"
@@ -143,10 +144,11 @@ void demote(const StateColumn& sums, const LevelRule& rule, const LevelNumbers& 
   check_one(kv, to.full, 1, op);
   if (s.device() == Device::cuda) return on_cuda<demote>(sums, rule, numbers, to, s);
   const std::int64_t tokens = std::int64_t{kv.rows} * kv.kv_heads * longest(kv);
+  PerThread<LevelCandidates> candidates(static_cast<std::size_t>(kv.kv_heads));
 #pragma omp parallel for schedule(dynamic) if (worth_threads(tokens))
   for (int r = 0; r < kv.rows; ++r) {
     const int slot = kv.slots[r];
-    std::vector<LevelCandidates> found(static_cast<std::size_t>(kv.kv_heads));
+    const auto found = candidates.own();
     const auto of = [&](int h) -> LevelCandidates& { return found[static_cast<std::size_t>(h)]; };
     const auto lower = [&](int h) { return kv.lower_pages ? kv.lower_pages(slot, h) : 0; };
     for (int h = 0; h < kv.kv_heads; ++h)
