@@ -1,6 +1,7 @@
 // One block finds the entries of a head that make up a share of its sum.
 #pragma once
 #include "base/lanes.cuh"
+#include "ops/select/select.cuh"
 
 namespace kvlab::ops::device {
 
@@ -35,11 +36,24 @@ __device__ inline void block_sums(double (&x)[3], double* parts) {
 
 constexpr int share_parts = 3 * share_threads / 32;
 
-// The fewest entries that make up a share: all whose bits are above `least`, and `taken` of the `equal` ones.
+// The fewest entries that make up a share: all whose bits are above `least`, and `taken` of the `equal` ones. The
+// default has all above 0.
 struct Share {
   unsigned least = 0;
   double above = 0, equal = 0, taken = 0;  // numbers of entries
 };
+
+// Whether x is one of these. All threads of the block call it, in rounds of neighbouring entries: the first of equal
+// ones are taken. equal: how many were seen, 0 before the first round. scan: [share_threads / 32] shared memory.
+__device__ __forceinline__ bool takes(const Share& share, float x, unsigned& equal, unsigned* scan) {
+  const unsigned key = x > 0 ? __float_as_uint(x) : 0;
+  if (!(share.taken > 0)) return key > share.least;
+  const bool same = key == share.least;
+  unsigned total = 0;
+  const unsigned before = share.taken < share.equal ? equal + block_scan(same, scan, total) : 0;
+  equal += total;
+  return key > share.least || (same && before < share.taken);
+}
 
 // each(f) calls f(x) for each entry of the thread. Those that are not above 0 count for nothing. parts: [share_parts].
 // The bits of numbers above 0 rank as the numbers do. So the threshold that just enough entries reach is found two bits

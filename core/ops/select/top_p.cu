@@ -89,16 +89,7 @@ __global__ void __launch_bounds__(threads) mark_top_p_kernel(const __grid_consta
 #pragma unroll
     for (int i = 0; i < each; ++i) {
       const int t = first + i * threads + static_cast<int>(threadIdx.x);
-      const unsigned key = x[i] > 0 ? __float_as_uint(x[i]) : 0;
-      bool take = key > share.least;
-      if (share.taken > 0) {
-        const bool same = key == share.least;
-        unsigned total = 0;
-        const unsigned before = share.taken < share.equal ? equal + block_scan(same, scan, total) : 0;
-        take = take || (same && before < share.taken);
-        equal += total;
-      }
-      const unsigned bits = __ballot_sync(all_lanes, take);
+      const unsigned bits = __ballot_sync(all_lanes, takes(share, x[i], equal, scan));
       if (threadIdx.x % 32 == 0 && bits != 0) atomicOr(marks + (t >> 5), bits);
     }
   }

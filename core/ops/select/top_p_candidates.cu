@@ -153,17 +153,7 @@ __global__ void __launch_bounds__(threads) top_p_candidates_kernel(const __grid_
   unsigned equal = 0;
   for (int first = 0; any && first < count; first += threads) {
     const int i = first + tid;
-    const float x = i < count ? weight_at(i) : 0.f;
-    const unsigned key = x > 0 ? __float_as_uint(x) : 0;
-    bool take = key > share.least;
-    if (share.taken > 0) {
-      const bool same = key == share.least;
-      unsigned total = 0;
-      const unsigned before = share.taken < share.equal ? equal + block_scan(same, scan, total) : 0;
-      take = take || (same && before < share.taken);
-      equal += total;
-    }
-    const unsigned bits = __ballot_sync(all_lanes, take);
+    const unsigned bits = __ballot_sync(all_lanes, takes(share, i < count ? weight_at(i) : 0.f, equal, scan));
     if (tid % 32 == 0 && bits != 0) atomicOr(marks + (i >> 5), bits);
   }
   __threadfence();
