@@ -32,9 +32,9 @@ void check_codes(const PagedKv& kv, const KeyCodes& c, const char* op, Stream s)
 void code_key(const float* x, int dim, std::uint8_t* code, float* range) {
   float least = INFINITY, greatest = -INFINITY;
   for (int d = 0; d < dim; ++d) least = std::fmin(least, x[d]), greatest = std::fmax(greatest, x[d]);
-  const float scale = key_code_scale(least, greatest);
-  for (int d = 0; d < dim; d += 2)
-    code[d / 2] = static_cast<std::uint8_t>(key_code(x[d], least, scale) | key_code(x[d + 1], least, scale) << 4);
+  const float scale = range_step(least, greatest, key_code_bits);
+  const auto code_of = [&](float y) { return range_code(y, least, scale, key_code_bits); };
+  for (int d = 0; d < dim; d += 2) code[d / 2] = static_cast<std::uint8_t>(code_of(x[d]) | code_of(x[d + 1]) << 4);
   range[0] = least <= greatest ? least : 0.f, range[1] = scale;
 }
 

@@ -36,10 +36,10 @@ __global__ void __launch_bounds__(score_threads)
       least = fminf(least, x[i]), greatest = fmaxf(greatest, x[i]);
     }
     least = least_of_lanes(least), greatest = most_of_lanes(greatest);
-    const float scale = key_code_scale(least, greatest);
+    const float scale = range_step(least, greatest, key_code_bits);
     unsigned word = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) word |= key_code(x[i], least, scale) << 4 * i;
+    for (int i = 0; i < 8; ++i) word |= range_code(x[i], least, scale, key_code_bits) << 4 * i;
     if (has) reinterpret_cast<unsigned*>(&c.code(slot, head, t, 0))[lane] = word;
     if (lane == 0) {
       float* range = &c.range(slot, head, t, 0);

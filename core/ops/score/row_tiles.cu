@@ -46,13 +46,8 @@ __device__ __forceinline__ void to_codes(uint4 (&x)[Chunks], int bits, float& le
   };
   each([&](unsigned, float a, float b) { least = fminf(least, fminf(a, b)), greatest = fmaxf(greatest, fmaxf(a, b)); });
   least = least_of_lanes<1, 2>(least), greatest = most_of_lanes<1, 2>(greatest);
-  CodecSide side;
-  side.bits = static_cast<std::uint8_t>(bits);
-  scale = (greatest - least) / static_cast<float>(most_code(bits));
-  const auto code = [&](float a) {
-    if (a != a) return a;
-    return scale > 0 ? static_cast<float>(nearest_code(side, (a - least) / scale)) : 0.f;
-  };
+  scale = range_step(least, greatest, bits);
+  const auto code = [&](float a) { return a != a ? a : static_cast<float>(range_code(a, least, scale, bits)); };
   each([&](unsigned& pair, float a, float b) { pair = Pair<__nv_bfloat16>::pack(code(a), code(b)); });
 }
 

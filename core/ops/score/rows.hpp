@@ -3,7 +3,7 @@
 #include <kvlab/kv.hpp>
 #include <kvlab/stream.hpp>
 
-#include "ops/page/codes.hpp"
+#include "ops/score/range_codes.hpp"
 
 namespace kvlab::ops {
 
@@ -15,13 +15,11 @@ struct RowProduct {
 
 void row_product(const KvRows& rows, View<const float, 3> vectors, const RowProduct& how, Scores out, Stream s);
 
-// What the nearest code of so many bits gives for x, an element of a row that reaches from `least` to `greatest`. All
-// of it is f32, which decides ties. NaN stays.
+// What the nearest code of so many bits gives for x, an element of a row that reaches from `least` to `greatest`. NaN
+// stays.
 constexpr float rounded_to_code(float x, float least, float greatest, int bits) {
-  CodecSide side;
-  side.bits = static_cast<std::uint8_t>(bits);
-  const float scale = (greatest - least) / static_cast<float>(most_code(bits));
-  return scale > 0 && x == x ? least + scale * static_cast<float>(nearest_code(side, (x - least) / scale)) : x;
+  const float step = range_step(least, greatest, bits);
+  return step > 0 && x == x ? least + step * static_cast<float>(range_code(x, least, step, bits)) : x;
 }
 
 }  // namespace kvlab::ops
