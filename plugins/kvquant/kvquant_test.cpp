@@ -1,6 +1,7 @@
 #include <random>
 
 #include "support/on_text.hpp"
+#include "support/quantile.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -10,13 +11,6 @@ namespace {
 constexpr int prompt = 120, steps = 3;
 using Row = std::vector<double>;
 using ParamMap = std::map<std::string, ParamValue>;
-
-double quantile(Row x, double q) {
-  std::sort(x.begin(), x.end());
-  const double at = q * static_cast<double>(x.size() - 1);
-  const auto low = static_cast<std::size_t>(at);
-  return low + 1 < x.size() ? x[low] + (at - static_cast<double>(low)) * (x[low + 1] - x[low]) : x[low];
-}
 
 // A key as it was before RoPE, or that key with RoPE.
 Row turned(Row x, const RopeTable& rope, double position) {
@@ -81,7 +75,7 @@ Profile calibrated(int layers, int kv_heads) {
       for (const auto& heads : channels())
         for (const auto& head : heads)
           for (const Row& channel : head)
-            array.values.push_back(static_cast<float>(quantile(channel, upper ? 1 - share / 2 : share / 2)));
+            array.values.push_back(static_cast<float>(plain_quantile(channel, upper ? 1 - share / 2 : share / 2)));
       array.extent = {layers, kv_heads, static_cast<std::int64_t>(channels()[0][0].size())};
     }
     for (const char* side : {"key_codebook", "value_codebook"}) {
@@ -151,7 +145,7 @@ void compare(const OnText& run, const Setting& how, std::size_t from, std::size_
         Row token;
         for (const Row& row : x) token.insert(token.end(), row.begin(), row.end());
         const bool by_channel = key && how.calibration;
-        const double low = quantile(token, share / 2), high = quantile(token, 1 - share / 2);
+        const double low = plain_quantile(token, share / 2), high = plain_quantile(token, 1 - share / 2);
         for (std::size_t h = 0; h < heads; ++h) {
           bool row_unsure = false;
           Row wanted = x[h];

@@ -10,6 +10,7 @@
 #include "run/policy_profile.hpp"
 #include "run/profile.hpp"
 #include "support/on_text.hpp"
+#include "support/quantile.hpp"
 #include "test/model/tiny_files.hpp"
 
 using namespace kvlab;
@@ -18,11 +19,6 @@ using namespace kvlab::test;
 namespace {
 
 using Row = std::vector<double>;
-
-double quantile_of(std::vector<float> x, double q) {
-  std::sort(x.begin(), x.end());
-  return kvquant::quantile(x, q);
-}
 
 // Prompts of a model with one layer and 2 KV heads of 8 elements.
 class Prompts {
@@ -90,7 +86,7 @@ class Prompts {
 Row normalised(const std::vector<std::vector<float>>& vectors, double share) {
   Row out;
   for (const auto& x : vectors) {
-    const double lower = quantile_of(x, share / 2), upper = quantile_of(x, 1 - share / 2);
+    const double lower = plain_quantile(x, share / 2), upper = plain_quantile(x, 1 - share / 2);
     for (const float y : x)
       if (double{y} >= lower && double{y} <= upper) out.push_back((2 * double{y} - upper - lower) / (upper - lower));
   }
@@ -169,8 +165,8 @@ TEST_CASE("kvquant_codebooks: thresholds are those of keys before RoPE, and entr
     CHECK(lower.extent == std::vector<std::int64_t>{1, Prompts::heads, Prompts::dim});
     for (std::size_t c = 0; c < p.keys.size(); ++c) {
       REQUIRE(p.keys[c].size() == 161);
-      CHECK(double{lower.values[c]} == Approx(quantile_of(p.keys[c], outside / 2)).margin(1e-5));
-      CHECK(double{upper.values[c]} == Approx(quantile_of(p.keys[c], 1 - outside / 2)).margin(1e-5));
+      CHECK(double{lower.values[c]} == Approx(plain_quantile(p.keys[c], outside / 2)).margin(1e-5));
+      CHECK(double{upper.values[c]} == Approx(plain_quantile(p.keys[c], 1 - outside / 2)).margin(1e-5));
     }
     check_codebook(profile.at("value_codebook" + which).values, normalised(p.values, outside));
     check_codebook(profile.at("key_codebook" + which).values, normalised(p.keys, outside));

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "support/plain_clusters.hpp"
+#include "support/quantile.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -61,14 +62,6 @@ std::vector<PlainCluster> with_tokens(std::vector<PlainCluster> coarse, const st
   return coarse;
 }
 
-// It interpolates as numpy.quantile does.
-double quantile(Vector x, double q) {
-  std::sort(x.begin(), x.end());
-  const double at = q * static_cast<double>(x.size() - 1);
-  const auto i = static_cast<std::size_t>(at);
-  return x[i] + (at - static_cast<double>(i)) * (x[std::min(i + 1, x.size() - 1)] - x[i]);
-}
-
 // One entry for each token of the clusters.
 void add_tokens(const std::vector<PlainCluster>& clusters, const Vector& shares, Vector& to) {
   for (std::size_t c = 0; c < shares.size(); ++c) to.insert(to.end(), clusters[c].members.size(), shares[c]);
@@ -90,7 +83,7 @@ TEST_CASE("squeezed_attention: the plain implementation gives the card's shares"
   CHECK(shares[0] == Approx(1. / 6));
   CHECK(shares[1] == Approx(1. / 2));
   CHECK(3 * shares[0] + shares[1] == Approx(1));
-  CHECK(quantile({shares[0], shares[0], shares[0], shares[1]}, .9) == Approx(.4));
+  CHECK(plain_quantile(Vector{shares[0], shares[0], shares[0], shares[1]}, .9) == Approx(.4));
 }
 
 TEST_CASE("squeezed_attention reads on real text what a plain implementation reads") {
@@ -112,7 +105,7 @@ TEST_CASE("squeezed_attention reads on real text what a plain implementation rea
       of_tokens.insert(of_tokens.end(), clusters.back()[c].members.size(), shares[c]);
   }
   REQUIRE(of_tokens.size() == static_cast<std::size_t>(layers * heads * (prompt - window)));
-  const double threshold = quantile(of_tokens, percentile);
+  const double threshold = plain_quantile(of_tokens, percentile);
   int unsure = 0, read = 0;
   for (int i = 0; i < layers * heads; ++i)
     for (int step = 0; step < steps; ++step) {
@@ -160,7 +153,7 @@ TEST_CASE("squeezed_attention: coarse clusters rule out finer ones on real text 
     add_tokens(fine.back(), mean_shares(run, layer, head, fine.back(), prompt - window, prompt), of_fine);
     add_tokens(tokens, mean_shares(run, layer, head, tokens, prompt - window, prompt), of_coarse);
   }
-  const double threshold = quantile(of_fine, .7), low = quantile(of_coarse, .5);
+  const double threshold = plain_quantile(of_fine, .7), low = plain_quantile(of_coarse, .5);
   int unsure = 0, ruled_out = 0;
   for (int i = 0; i < layers * heads; ++i)
     for (int step = 0; step < steps; ++step) {
