@@ -1,4 +1,6 @@
-"""LeanKV in plain torch, from the paper's method description: tokens are stored in more bits, in fewer, or not at all."""
+"""LeanKV and KVQuant in plain torch, from the papers' method descriptions: tokens are stored in more bits, in fewer, or not at
+all, and numbers as entries of codebooks.
+"""
 import math
 
 import torch
@@ -103,4 +105,78 @@ class LeanKv(Full):
                 state.update(dict.fromkeys(waiting, LOW))
 
 
-policies.POLICIES.update(leankv=LeanKv)
+class KvQuant(Full):
+    """The prompt's keys before RoPE, with thresholds of each channel, and its values, with thresholds of each token.
+
+    The profile: `key_lower`, `key_upper` [layer][KV head * D + channel], `key_codebook`, `value_codebook` [layer][32]: 4 levels of 2
+    bits after Q-Norm, then the entries of 2, 3 and 4 bits.
+    """
+
+    def configure(self, spec):
+        self.bits, self.dense = spec.get("bits", 3), spec.get("dense_tokens", 0)
+        self.exact, self.calibrated = spec.get("outliers", True), spec.get("calibration", True)
+        self.share = spec.get("outlier_share", 0.01) if self.exact else 0.0
+        self.profile = {name.removesuffix("_all"): torch.tensor(rows).double() for name, rows in spec.get("profile", {}).items()}
+        self.fitted = self.calibrated and spec.get("nonuniform", True)
+        self.normed = self.bits == 2 and spec.get("q_norm", True)
+
+    def book(self, layer, side):
+        """Centres, and the levels that stand for numbers next to them."""
+        count = 2**self.bits
+        if not self.fitted:
+            return [torch.linspace(-1, 1, count).double()] * 2
+        entries = self.profile[side + "_codebook"][layer]
+        return entries[count:2 * count], entries[:count] if self.normed else entries[count:2 * count]
+
+    def code(self, layer, side, x, lower, upper):
+        """x [Hkv, tokens, D]; thresholds broadcast to it. Notes the number of each entry, -1 of an outlier."""
+        centres, levels = self.book(layer, side)
+        zero, reach = (upper + lower) / 2, (upper - lower) / 2
+        nearest = ((x - zero) / reach)[..., None].sub(centres).abs().argmin(-1)
+        if self.exact:
+            nearest[(x < lower) | (x > upper)] = -1
+        for kv in range(len(x)):
+            self.decisions.setdefault((layer, kv), []).append(nearest[kv].flatten().tolist())
+        return torch.where(nearest < 0, x, zero + reach * levels[nearest])
+
+    def of_tokens(self, x):
+        """Thresholds of each token's numbers, those of all KV heads."""
+        numbers = x.transpose(0, 1).flatten(1)
+        return (torch.quantile(numbers, share, 1)[None, :, None] for share in (self.share / 2, 1 - self.share / 2))
+
+    def finish_cache(self, keys, values):
+        for layer, (k, v) in enumerate(zip(keys, values)):
+            places = torch.arange(self.dense, k.shape[1])
+            raw, value = self.model.rotate(k[:, places], -places).double(), v[:, places].double()
+            if self.calibrated:
+                lower, upper = (self.profile[name][layer].reshape(len(k), 1, -1) for name in ("key_lower", "key_upper"))
+            else:
+                lower, upper = self.of_tokens(raw)
+            k[:, places] = self.model.rotate(self.code(layer, "key", raw, lower, upper).to(k.dtype), places)
+            v[:, places] = self.code(layer, "value", value, *self.of_tokens(value)).to(v.dtype)
+
+
+def calibrated(model, ids, share, exact):
+    """A profile for KvQuant from the keys and values of a text: entries are quantiles, those after Q-Norm wider by a quarter."""
+    profile, which = {}, "" if exact else "_all"
+    x, positions = model.embed(ids), torch.arange(len(ids))
+    share = share if exact else 0.0
+
+    def entries(numbers, lower, upper):
+        inside = ((numbers - (upper + lower) / 2) / ((upper - lower) / 2))[(numbers >= lower) & (numbers <= upper)]
+        books = [torch.quantile(inside, (torch.arange(k).double() + 0.5) / k).tolist() for k in (4, 8, 16)]
+        return [1.25 * entry for entry in books[0]] + sum(books, [])
+
+    for layer in range(model.layers):
+        q, k, v = model.qkv(layer, x)
+        bounds = [torch.quantile(k.double(), at, 1, keepdim=True) for at in (share / 2, 1 - share / 2)]
+        of_tokens = [torch.quantile(v.double().transpose(0, 1).flatten(1), at, 1)[None, :, None] for at in (share / 2, 1 - share / 2)]
+        for name, row in (("key_lower", bounds[0].flatten().tolist()), ("key_upper", bounds[1].flatten().tolist()),
+                          ("key_codebook", entries(k.double(), *bounds)), ("value_codebook", entries(v.double(), *of_tokens))):
+            profile.setdefault(name + which, []).append([float(f"{number:.6g}") for number in row])
+        attended, _, _ = model.prompt_attention(model.rotate(q, positions), model.rotate(k, positions), v)
+        x = model.after_attention(layer, x, attended)
+    return {**profile, "outlier_share": [[share if exact else 0.01]]}
+
+
+policies.POLICIES.update(leankv=LeanKv, kvquant=KvQuant)

@@ -15,6 +15,7 @@ import sys
 import numpy as np
 import torch
 
+import coding_policies
 import llama
 import policies
 import reference_policies as reference
@@ -204,6 +205,8 @@ HETEROCACHE = {"name": "heterocache", "budget": {"tokens": 56}, "threshold": 0.5
 UNSTABLE = {**HETEROCACHE["profile"], "stable": [[0.8, 0.02], [0.3, 0.9], [0.7, 0.4]]}
 MINICACHE = {"name": "minicache", "start": 0.5, "t": 0.6, "exact": 0.05}
 LEANKV = {"name": "leankv", "page_size": 4, "window": 12, "high_from": 1.0, "low_from": 0.7}
+KVQUANT = {"name": "kvquant", "bits": 3, "outlier_share": 0.05}
+ORACLE_EVICT = {"name": "oracle_evict", "budget": BUDGET}
 OTHERS = {
     "tova": TOVA,
     "tova_keep_last": {**TOVA, "keep_last": True},
@@ -230,6 +233,15 @@ OTHERS = {
     "leankv_no_low": {**LEANKV, "high_from": 0.7},
     "razor_attention_compensation": {**RAZOR, "compensation": True},
     "razor_attention_compensation_prompt": {**RAZOR, "compensation": True, "while_decoding": False},
+    "kvquant": KVQUANT,
+    "kvquant_2_bits": {**KVQUANT, "bits": 2, "dense_tokens": 5},
+    "kvquant_2_bits_no_norm": {**KVQUANT, "bits": 2, "q_norm": False},
+    "kvquant_no_outliers": {**KVQUANT, "outliers": False, "bits": 4},
+    "kvquant_uniform": {**KVQUANT, "nonuniform": False},
+    "kvquant_no_calibration": {**KVQUANT, "calibration": False, "bits": 4, "outlier_share": 0.2},
+    "oracle_evict": ORACLE_EVICT,
+    "oracle_evict_once": {**ORACLE_EVICT, "every": 0},
+    "oracle_evict_pins": {**ORACLE_EVICT, "sinks": 3, "recent": 6, "every": 4},
 }
 
 OVER_QUEST = {**QUEST, "name": "quest+twilight", "pruner": {"p": 0.6, "dense_layers": 1}}
@@ -264,7 +276,8 @@ TEXT = {name: specs[name] for specs, names in (
     (RETRIEVAL, "arkvale twilight clusterkv squeezed_attention infllm lserve infinigen_share shadowkv think fastgen"),
     (OFFLOADING, "freekv flexicache flexicache_waits"),
     (SAMPLING, "magicpig subgen"),
-    (OTHERS, "tova keydiff random expected_attention oracle heterocache minicache razor_attention_compensation"),
+    (OTHERS, "tova keydiff random expected_attention oracle heterocache minicache leankv razor_attention_compensation kvquant "
+             "oracle_evict"),
 ) for name in names.split()}
 TEXT = {name: {**spec, **({"profile": {array: PROFILE[array] for array in spec["profile"]}} if "profile" in spec else {})}
         for name, spec in TEXT.items()}
@@ -289,11 +302,11 @@ def evicted(kept, seen):
     return [] if all(len(head) == seen for layer in kept for head in layer) else kept
 
 
-def perturbed(model, seed):
+def perturbed(model, seed, by=1e-5):
     """The model with weights off by 1e-5: ten times the error of f32 arithmetic in another order."""
     other, generator = llama.Llama.__new__(llama.Llama), torch.Generator().manual_seed(seed)
     other.__dict__.update(model.__dict__)
-    other.w = {name: w * (1 + 1e-5 * torch.randn(w.shape, generator=generator)) for name, w in model.w.items()}
+    other.w = {name: w * (1 + by * torch.randn(w.shape, generator=generator)) for name, w in model.w.items()}
     return other
 
 
@@ -330,20 +343,24 @@ def export_tiny(path, group):
     specs = GROUPS[group]
     model, logit_ids = llama.Llama(path), list(range(0, VOCAB, 5 if group in ("", "--evicting", "--heads") else 20))
     others = [llama.Llama(path, torch.float64), perturbed(model, 0), perturbed(model, 1)]
+    near = [others[0], perturbed(model, 0, 2e-6), perturbed(model, 1, 2e-6)]  # thousands of codes: some always lie at an edge
     document = {"version": 1, "model": "tiny/" + os.path.basename(path)}
-    specs = {name: of_shape(spec, model) for name, spec in specs.items()}
+    other = np.random.default_rng(1000).integers(2, VOCAB, 200).tolist()
+    specs = {name: of_shape(spec, model, other) for name, spec in specs.items()}
     if group == "":
         text, cases = cases_of(model, others, specs, logit_ids)
         return {**document, **text, "logit_ids": logit_ids, "cases": cases}
     cases = []
     for name, spec in specs.items():
-        text, (case,) = cases_of(model, others, {name: spec}, logit_ids)
+        text, (case,) = cases_of(model, near if spec["name"] == "kvquant" else others, {name: spec}, logit_ids)
         cases.append({**case, **text})
     return {**document, "logit_ids": logit_ids, "cases": cases}
 
 
-def of_shape(spec, model):
-    """A profile has a row for each layer of the model, a number for each KV head."""
+def of_shape(spec, model, other):
+    """A profile has a row for each layer of the model, a number for each KV head. KVQuant's comes from `other`, the ids of a text."""
+    if spec["name"] == "kvquant" and spec.get("calibration", True):
+        return {**spec, "profile": coding_policies.calibrated(model, other, spec["outlier_share"], spec.get("outliers", True))}
     cut = {name: [row[:model.kv_heads] for row in rows[:model.layers]] for name, rows in spec.get("profile", {}).items()}
     return {**spec, "profile": cut} if cut else spec
 
@@ -378,17 +395,21 @@ def without_doubts(model, others, specs, logit_ids, texts):
 def export_text(golden):
     """The texts begin at tokens of text/english.txt, the first at which no selection of the case depends on rounding."""
     with open(os.path.join(golden, "recall_logits.json")) as file:
-        ids = json.load(file)["sequences"][0]["ids"]
+        ids, code = (sequence["ids"] for sequence in json.load(file)["sequences"][:2])
     folder, logit_ids = "../../../datasets/models/recall", list(range(0, 4096, 256))
     path = os.path.join(golden, folder)
     model = llama.Llama(path)
     others = [llama.Llama(path, torch.float64), perturbed(model, 0), perturbed(model, 1)]
     cases, most = [], len(ids) - TEXT_PROMPT - TEXT_FORCED
     for name, spec in TEXT.items():
+        if name == "kvquant":  # a text whose codes do not depend on rounding is not to be found
+            spec = of_shape(spec, model, code[:200])
+
         def part(start):
             prompt = ids[start:start + TEXT_PROMPT]
             return {"start": start, "prompt": prompt, "forced": ids[start + TEXT_PROMPT:start + TEXT_PROMPT + TEXT_FORCED]}
-        text, (case,) = without_doubts(model, others, {name: spec}, logit_ids, map(part, range(0, most, 4)))
+        text, (case,) = without_doubts(model, [] if name == "kvquant" else others, {name: spec}, logit_ids,
+                                       map(part, range(0, most, 4)))
         cases.append({**case, **text})
     return {"version": 1, "model": folder, "logit_ids": logit_ids, "cases": cases}
 

@@ -70,6 +70,36 @@ class RandomEviction(ByKeys):
         return torch.tensor([numbers(numbers(key, kv), position) >> 40 for position in head.tolist()]).double()
 
 
+class OracleEvict(Evicting):
+    """What the full cache gives a token in all later steps of the forced text. Between tokens without a future age decides."""
+
+    def configure(self, spec):
+        super().configure(spec)
+        self.first, self.last = spec.get("sinks", 0), spec.get("recent", 0)
+        self.future = []  # [layer][kv_head, decode step, text position], the group's mean
+
+    def look_ahead(self, n):
+        ids, model = self.text, self.model
+        x, positions = model.embed(ids), torch.arange(len(ids))
+        for layer in range(model.layers):
+            q, k, v = model.qkv(layer, x)
+            attended, _, rows = model.prompt_attention(model.rotate(q, positions), model.rotate(k, positions), v, len(ids) - n)
+            self.future.append(rows.reshape(model.kv_heads, model.group, *rows.shape[1:]).mean(1))
+            x = model.after_attention(layer, x, attended)
+
+    def prompt(self, layer, prompt):
+        if not self.future:
+            self.look_ahead(prompt.n)
+        everything = torch.arange(prompt.n)
+        if prompt.n <= self.tokens:
+            return [everything] * self.model.kv_heads
+        return [self.best(layer, kv, everything, None) for kv in range(self.model.kv_heads)]
+
+    def best(self, layer, kv, head, mass):
+        later = self.future[layer][kv, self.steps.get(layer, 0):].double().sum(0)
+        return top(self.pinned(later[head] + 1e-15 * head), self.tokens)
+
+
 class ExpectedAttention(Full):
     """What a query attends to that is distributed as the prompt's are, at one of the next `horizon` positions."""
 
@@ -120,4 +150,4 @@ class Oracle(policies.Quest):
 
 
 policies.POLICIES.update(tova=Tova, keydiff=KeyDiff, random=RandomEviction, expected_attention=ExpectedAttention,
-                         oracle=Oracle)
+                         oracle=Oracle, oracle_evict=OracleEvict)

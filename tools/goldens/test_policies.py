@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
+import coding_policies as coding
 import evicting_policies
 import layer_policies
 import llama
@@ -491,6 +492,54 @@ def test_oracle():
                            SimpleNamespace(kv_heads=1, group=1, expand=lambda keys: keys))
     keys = torch.tensor([[[3.], [0], [2.9], [2.9], [3.2]]])
     assert lists(policy.select(0, torch.ones(1, 1), keys, None)[1]) == [[1]]
+
+
+def test_oracle_evict():
+    policy = policies.make({"name": "oracle_evict", "budget": {"tokens": 2}}, model())
+    policy.future = [torch.tensor([[[.1, .2, .6, .1, 0], [.5, .1, .1, .1, .2]]])]  # of two decode steps, at positions 3 and 4
+    assert lists(policy.prompt(0, prompt(3))) == [[0, 2]]  # sums .6, .3, .7
+    assert lists(policy.after(0, [torch.tensor([0, 2, 3])], [None])) == [[0, 3]]  # .5, .1 and the newer .1 of what is to come
+    assert lists(policy.after(0, [torch.tensor([0, 3, 4])], [None])) == [[3, 4]]  # nothing is: the newest
+    pinned = policies.make({"name": "oracle_evict", "budget": {"tokens": 2}, "sinks": 1, "every": 0}, model())
+    pinned.future = [torch.tensor([[[.0, .2, .6]]])]
+    assert lists(pinned.prompt(0, prompt(3))) == [[0, 2]]
+    tiny = llama.Llama(os.path.join(TINY, "llama-gqa3"))
+    ids = torch.randint(2, 320, (20,), generator=torch.Generator().manual_seed(5)).tolist()
+    everything = policies.make({"name": "oracle_evict", "budget": {"tokens": 20}}, tiny)
+    everything.text = ids
+    everything.look_ahead(15)
+    assert [rows.shape for rows in everything.future] == [(tiny.kv_heads, 5, 20)] * tiny.layers
+    assert torch.allclose(everything.future[-1].sum(-1), torch.ones(tiny.kv_heads, 5), atol=1e-5)
+
+
+def test_kvquant():
+    def coder(**spec):
+        fixed = SimpleNamespace(kv_heads=2, group=1, layers=1, rotate=lambda x, positions: x)
+        return policies.make({"name": "kvquant", "bits": 2, **spec}, fixed)
+    book = [[-2., -1, 1, 2, -1, 0, .5, 1] + [0.] * 24]  # levels of 2 bits after Q-Norm, then the entries
+    profile = {"key_lower": [[0., 0]], "key_upper": [[4., 2]], "key_codebook": book, "value_codebook": book}
+    keys, values = torch.tensor([[[.6], [5]], [[1.3], [-1]]]), torch.tensor([[[0.], [3]], [[4], [3]]])
+    for more, expected in (({}, [[-2., 5], [2, -1]]),  # -.7 and .3 of the reach are next to -1 and .5; the levels -2 and 1
+                           ({"q_norm": False}, [[0., 5], [1.5, -1]]), ({"outliers": False}, [[-2., 6], [2, -1]]),
+                           ({"dense_tokens": 1}, [[.6, 5], [1.3, -1]])):
+        k, v = keys.clone(), values.clone()
+        coder(profile=profile, **more).finish_cache([k], [v])
+        assert torch.allclose(k[:, :, 0], torch.tensor(expected)), (more, k)
+    # Without a profile a token's keys share thresholds, here 0 and 4 (outliers off), and entries are -1, -1/3, 1/3 and 1.
+    k, v = torch.tensor([[[0., 1.2]], [[2.9, 4]]]), torch.tensor([[[0., 1]], [[2, 3]]])
+    coder(calibration=False, outliers=False).finish_cache([k], [v])
+    assert torch.allclose(k.flatten(), torch.tensor([0., 4 / 3, 8 / 3, 4])) and torch.allclose(v.flatten(), torch.tensor([0., 1, 2, 3]))
+    # Of these 4 numbers a share of .5 has the thresholds .9 and 2.25: those beyond stay.
+    policy = coder(calibration=False, outlier_share=.5)
+    k = torch.tensor([[[0., 1.2]], [[2, 3]]])
+    policy.finish_cache([k], [k.clone()])
+    assert torch.allclose(k.flatten(), torch.tensor([0., 1.35, 1.8, 3])) and policy.decisions[0, 1][0] == [2, -1]
+    tiny = llama.Llama(os.path.join(TINY, "llama-gqa3"))
+    of_text = coding.calibrated(tiny, list(range(2, 100)), .1, True)
+    assert {name: [len(row) for row in rows] for name, rows in of_text.items()} == {
+        "key_lower": [tiny.kv_heads * tiny.head_dim] * tiny.layers, "key_upper": [tiny.kv_heads * tiny.head_dim] * tiny.layers,
+        "key_codebook": [32] * tiny.layers, "value_codebook": [32] * tiny.layers, "outlier_share": [1]}
+    assert all(row[4:8] == sorted(row[4:8]) and abs(row[0]) > abs(row[4]) for row in of_text["key_codebook"])
 
 
 def test_heterocache():
