@@ -1,7 +1,8 @@
 #include "run/step_log.hpp"
 
 #include <numeric>
-#include <optional>
+
+#include "store/unused.hpp"
 
 namespace kvlab {
 namespace {
@@ -10,42 +11,6 @@ constexpr Tier tiers[] = {Tier::device, Tier::host};
 
 std::int64_t moved(const Ledger& ledger, Tier tier, int tag) {
   return ledger.moved(tier)[static_cast<std::size_t>(tag)];
-}
-
-// Adds a frame's bytes for tokens that are not there, with the ledger's tags.
-void add_unused(const PageLayout& l, int tokens, Ledger::Row& sum) {
-  const std::int64_t columns = std::int64_t{l.state_columns} * l.page_size * 4;
-  const std::pair<Tag, std::int64_t> parts[] = {{Tag::keys, l.v - l.k},
-                                                {Tag::values, l.k_meta - l.v},
-                                                {Tag::codec_metadata, l.positions - l.k_meta},
-                                                {Tag::positions, l.bytes - l.positions - columns},
-                                                {Tag::scores, columns}};
-  for (const auto& [tag, bytes] : parts)
-    sum[static_cast<std::size_t>(tag)] += bytes * (l.page_size - tokens) / l.page_size;
-}
-
-// Bytes of pages for tokens that are not there: all pages of a head are full but the last. Nothing on a GPU, where the
-// host would have to wait for the lengths.
-std::optional<Ledger::Row> unused(const Store& store, Tier tier) {
-  if (store.stream().device() != Device::cpu) return std::nullopt;
-  const Shape& s = store.shape();
-  const PageLayout host = frame_layout(store.options(), store.options().host_codec);
-  std::vector<std::int32_t> slots(static_cast<std::size_t>(s.max_slots));
-  std::iota(slots.begin(), slots.end(), 0);
-  Ledger::Row sum{};
-  for (int layer = 0; layer < s.layers; ++layer) {
-    const PagedKv kv = store.view(layer, slots, tier);
-    for (int slot = 0; slot < s.max_slots; ++slot)
-      for (int head = 0; head < s.kv_heads; ++head) {
-        if (const int tokens = store.length(layer, slot, head); tokens > 0) {
-          const PageEntry& last = kv.entry(slot, head, (tokens - 1) / s.page_size);
-          if (last.frame != null_frame) add_unused(tier == Tier::host ? host : kv.layout(last), last.tokens, sum);
-        }
-        if (const int tokens = store.archived(layer, slot, head); tier == Tier::host && tokens > 0)
-          add_unused(host, (tokens - 1) % s.page_size + 1, sum);
-      }
-  }
-  return sum;
 }
 
 }  // namespace
@@ -60,23 +25,24 @@ StepLog::StepLog(const Engine& engine, bool parts, results::CellResult& out)
       moved_[{static_cast<int>(tier), tag}] = moved(engine.store().ledger(), tier, tag);
 }
 
-StepLog::Moved StepLog::step(double ms, double device_ms, const PartSeconds& parts) {
+StepLog::Bytes StepLog::step(double ms, double device_ms, const PartSeconds& parts) {
   const std::int64_t step = static_cast<std::int64_t>(out_.step_ms.size());
   out_.step_ms.push_back(static_cast<float>(ms));
   if (engine_.store().stream().device() == Device::cuda) out_.step_device_ms.push_back(static_cast<float>(device_ms));
   if (!out_.parts.empty())
     for (double seconds : parts) out_.step_parts.push_back(static_cast<float>(seconds * 1000));
   const Ledger& ledger = engine_.store().ledger();
-  Moved sum;
+  Bytes sum;
   for (const Tier tier : tiers) {
-    const std::optional<Ledger::Row> unused_bytes = unused(engine_.store(), tier);
+    const Ledger::Row unused = unused_bytes(engine_.store(), tier);
+    if (tier == Tier::device) sum.unused = std::accumulate(unused.begin(), unused.end(), std::int64_t{0});
     for (int tag = 0; tag < tag_count; ++tag) {
       const std::int64_t held = ledger.held(tier)[static_cast<std::size_t>(tag)], all = moved(ledger, tier, tag);
       std::int64_t& before = moved_[{static_cast<int>(tier), tag}];
       if (held == 0 && all == before) continue;
       (tier == Tier::host ? sum.host : sum.device) += all - before;
       out_.ledger.push_back({step, tier == Tier::host ? "host" : "device", name_of(static_cast<Tag>(tag)), held,
-                             all - before, unused_bytes ? (*unused_bytes)[static_cast<std::size_t>(tag)] : -1});
+                             all - before, unused[static_cast<std::size_t>(tag)]});
       before = all;
     }
   }
@@ -85,17 +51,16 @@ StepLog::Moved StepLog::step(double ms, double device_ms, const PartSeconds& par
 
 void StepLog::decode(double ms, const PartSeconds& parts, const std::vector<std::int32_t>& slots) {
   const double device_ms = engine_.device_ms();
-  const Moved moved = step(ms, device_ms, parts);
-  moved_device_ += static_cast<double>(moved.device);
-  moved_host_ += static_cast<double>(moved.host);
+  const Bytes bytes = step(ms, device_ms, parts);
+  moved_device_ += static_cast<double>(bytes.device);
+  moved_host_ += static_cast<double>(bytes.host);
   ++decode_steps_;
   decode_ms_ += ms;
   device_ms_ += device_ms;
   decode_tokens_ += static_cast<std::int64_t>(slots.size());
   device_bytes_ += static_cast<double>(engine_.store().ledger().total(Tier::device));
   host_bytes_ += static_cast<double>(engine_.store().ledger().total(Tier::host));
-  if (const auto row = unused(engine_.store(), Tier::device))
-    unused_bytes_ += static_cast<double>(std::accumulate(row->begin(), row->end(), std::int64_t{0}));
+  unused_bytes_ += static_cast<double>(bytes.unused);
   const Shape& s = engine_.store().shape();
   for (const int slot : slots)
     full_bytes_ += static_cast<double>(engine_.store().position(slot)) * s.layers * s.kv_heads * 2 * s.head_dim *
@@ -112,8 +77,7 @@ void StepLog::finish(bool timed) {
     s.device_bytes_decode = device_bytes_ / static_cast<double>(decode_steps_);
     s.host_bytes_decode = host_bytes_ / static_cast<double>(decode_steps_);
     s.disk_bytes_decode = 0;
-    if (engine_.store().stream().device() == Device::cpu)
-      s.fragmentation = unused_bytes_ / static_cast<double>(decode_steps_);
+    s.fragmentation = unused_bytes_ / static_cast<double>(decode_steps_);
     s.compression = full_bytes_ / device_bytes_;
     s.moved_device = moved_device_ / static_cast<double>(decode_steps_);
     s.moved_host = moved_host_ / static_cast<double>(decode_steps_);

@@ -27,10 +27,11 @@ class StepLog {
   double tokens_per_s() const;
 
  private:
-  struct Moved {
-    std::int64_t device = 0, host = 0;
+  struct Bytes {
+    std::int64_t device = 0, host = 0;  // that arrived in a step
+    std::int64_t unused = 0;            // of the device's, behind it
   };
-  Moved step(double ms, double device_ms, const PartSeconds& parts);  // bytes that arrived in it
+  Bytes step(double ms, double device_ms, const PartSeconds& parts);
 
   const Engine& engine_;
   results::CellResult& out_;

@@ -1,6 +1,7 @@
 #include "store/cuda_store.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <kvlab/error.hpp>
 #include <limits>
@@ -12,6 +13,7 @@
 #include "ops/page/causal.hpp"
 #include "ops/page/paged.hpp"
 #include "store/arena.hpp"
+#include "store/cuda_unused.hpp"
 
 namespace kvlab {
 namespace {
@@ -712,6 +714,30 @@ std::int64_t CudaStore::page_bytes(Tier tier) const {
   refresh();
   const auto bytes = [&](std::size_t pool) { return in_use(pool) * layout_of(pool).bytes; };
   return bytes(static_cast<std::size_t>(tier)) + (tier == Tier::device && two_codecs() ? bytes(lower_pool) : 0);
+}
+
+std::array<std::int64_t, pools> CudaStore::empty_places() const {
+  refresh();
+  const int p = options_.shape.page_size;
+  const auto behind = [&](const std::vector<std::int32_t>& lengths) {
+    std::int64_t sum = 0;
+    for (const std::int32_t n : lengths) sum += (p - n % p) % p;
+    return sum;
+  };
+  const std::int64_t archived = behind(archive_lengths_);
+  if (!tails_below() && !two_codecs()) return {behind(lengths_), archived, 0};
+  // Only the tables tell where a partly filled page is.
+  std::array<unsigned long long, pools> places;
+  if (!empty_places_) empty_places_ = StreamMemory(stream_, sizeof places);
+  auto* there = empty_places_.as<unsigned long long>();
+  zero_memory(there, sizeof places, stream_);
+  only_on_cuda<cuda_store::count_empty_places>(layer(0), heads_, there, stream_);
+  copy_memory(places.data(), there, sizeof places, stream_);
+  synchronize(stream_);
+  std::array<std::int64_t, pools> out;
+  std::copy(places.begin(), places.end(), out.begin());
+  out[host_pool] += archived;
+  return out;
 }
 
 std::int64_t CudaStore::page_limit() const {

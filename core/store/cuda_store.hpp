@@ -85,6 +85,8 @@ class CudaStore final : public Store {
   Ledger& ledger() override;
   const Ledger& ledger() const override { return const_cast<CudaStore*>(this)->ledger(); }
   std::int64_t page_bytes(Tier tier) const override;
+  // Returns the room for tokens in partly filled last pages by the pool of their frames, archives' included. Exact.
+  std::array<std::int64_t, pools> empty_places() const;
   std::int64_t page_limit() const override;
   std::int64_t spare_bytes() const override;
   void settle() override;
@@ -257,7 +259,8 @@ class CudaStore final : public Store {
   // Lists of 1, 2, ... max_slots slots, and with StoreOptions::all_layers those of view_all.
   mutable StreamMemory rows_, all_rows_;
   mutable std::vector<std::vector<std::int32_t>> rows_known_, all_rows_known_;  // [n] the list of n slots
-  mutable StreamMemory positions_;  // result of the latest positions_by_place
+  mutable StreamMemory positions_;     // result of the latest positions_by_place
+  mutable StreamMemory empty_places_;  // [pool] of empty_places, from its first count on
   // Place edits: one set of jobs for each lane of side_, one for copies in the stream, and the last ones for
   // cuda_store::most_places edits beside a step.
   static constexpr int lane_of_stream = SideStream::lanes, lane_of_beside = SideStream::lanes + 1;

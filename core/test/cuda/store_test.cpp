@@ -18,6 +18,7 @@
 #include "cases/quick.hpp"
 #include "ops/score/verify.hpp"
 #include "ops/select/chosen_pages.hpp"
+#include "store/unused.hpp"
 #include "support/store_fixture.hpp"
 
 using namespace kvlab;
@@ -597,7 +598,8 @@ class Both {
           }
         }
     }
-    for (const Tier tier : {Tier::device, Tier::host})
+    for (const Tier tier : {Tier::device, Tier::host}) {
+      CHECK(unused_bytes(cuda, tier) == unused_bytes(cpu, tier));
       for (int t = 0; t < tag_count; ++t) {
         if (static_cast<Tag>(t) == Tag::workspace) continue;
         CAPTURE(static_cast<int>(tier), name_of(static_cast<Tag>(t)));
@@ -606,6 +608,7 @@ class Both {
         CHECK(cuda.ledger().moved(tier)[static_cast<std::size_t>(t)] ==
               cpu.ledger().moved(tier)[static_cast<std::size_t>(t)]);
       }
+    }
     CHECK(cuda.fired() == cpu.fired());
   }
 
