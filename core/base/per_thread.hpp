@@ -8,7 +8,8 @@
 
 namespace kvlab {
 
-// `count` elements for each thread of parallel regions that this thread starts, of whatever number the last user left.
+// `count` elements for each thread of the parallel regions that this thread starts. Elements keep what a thread left in
+// them.
 template <class T>
 class PerThread {
  public:

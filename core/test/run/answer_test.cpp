@@ -60,7 +60,8 @@ TEST_CASE("an answer ends at the end token, at its longest, or with the forced t
 
 TEST_CASE("the place of a stop text") {
   CHECK(stop_place("4\n\nQuestion: 5", {"\n\nQuestion:"}) == 1);
-  CHECK(stop_place("one two three", {"three", "two"}) == 4);
+  CHECK(stop_place("one two three", {"three", "two"}) == 4);  // the answer's first, not the list's
+  CHECK(stop_place("one two three", {"two", "three"}) == 4);
   CHECK(stop_place("one", {"two"}) == std::string::npos);
   CHECK(stop_place("one", {}) == std::string::npos);
   CHECK(stop_place("stop", {"stop"}) == 0);
