@@ -39,7 +39,10 @@ class PrunedPolicy final : public ForwardingPolicy {
   PrunedPolicy(std::shared_ptr<Policy> first, Instance<Pruner> pruner, Pruning how)
       : ForwardingPolicy(std::move(first)), pruner_(std::move(pruner)), how_(std::move(how)) {
     dense_layers_ = pruner_->needs().dense_layers();
-    needs();  // refuses
+    const Needs n = needs();
+    if (n.functional()) refuse("rewrites keys or values");
+    if (n.archive()) refuse("fetches tokens to the places of others");
+    if (n.rope() != RopeRegime::original) refuse("turns its keys by their places");
   }
 
   std::string author() const override { return pruned_ ? author_of(*pruner_) : ForwardingPolicy::author(); }

@@ -16,7 +16,8 @@ struct Pruning {
   std::string name;      // for messages
 };
 
-// Errc::plugin for needs that no pruner has. Edits that no pruner can follow are Errc::config, when they come.
+// Errc::plugin for needs that no pruner has. Errc::config for a first method whose needs say that it changes or moves
+// keys, and for edits that do so, when they come.
 std::unique_ptr<Policy> pruned(std::shared_ptr<Policy> first, Instance<Pruner> pruner, Pruning how);
 
 }  // namespace kvlab

@@ -190,6 +190,17 @@ TEST_CASE("a pruner is refused beside what moves tokens or changes attention") {
                     Catch::Contains("moves pages to another codec"));
   CHECK_THROWS_WITH(refused([](const LayerStep&, Edits& e, const PageList&) { e.clamp_distance(9); }),
                     Catch::Contains("changes what attention computes"));
+  for (const auto& [needs, why] : {std::pair{Needs{}.functional(true), "rewrites keys or values"},
+                                   {Needs{}.archive(true), "fetches tokens"},
+                                   {Needs{}.rope(RopeRegime::re_rotate), "turns its keys by their places"}}) {
+    struct Needy final : Policy {
+      explicit Needy(const Needs& n) : needs_(n) {}
+      Needs needs() const override { return needs_; }
+      Needs needs_;
+    };
+    CHECK_THROWS_WITH(pruned(std::make_shared<Needy>(needs), instance<Pruner>(new Ends(told)), {.name = "two"}),
+                      Catch::Contains(why));
+  }
   Composition parts;
   parts.scorer = instance<Scorer>(new Old);
   std::shared_ptr<Policy> evicts = compose(std::move(parts));
