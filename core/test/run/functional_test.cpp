@@ -42,16 +42,18 @@ TEST_CASE("cells of policies that change stored values are functional, act, and 
 }
 
 TEST_CASE("keys that are made from factors where their pages come from the host are no functional cell") {
-  const auto cells = [](const char* policy) {
-    const results::CellResult result = Cells(policy).run();
-    CAPTURE(policy, result.summary.error);
+  const auto summary = [](const std::string& offload) {
+    Cells cells("shadowkv: {offload: " + offload +
+                ", chunk: 16, rank: 8, outliers: 1, local_chunks: 1, budget: {tokens: 48}}");
+    cells.experiment.spill = "always";
+    const results::CellResult result = cells.run();
+    CAPTURE(offload, result.summary.error);
     REQUIRE(result.summary.status == "ok");
     return result.summary;
   };
-  const auto away = cells("shadowkv: {chunk: 16, rank: 8, outliers: 1, local_chunks: 1, budget: {tokens: 48}}"),
-             here = cells(
-                 "shadowkv: {offload: false, chunk: 16, rank: 8, outliers: 1, local_chunks: 1, budget: {tokens: 48}}");
-  CHECK(test::lasting_labels(away) == "");
+  const auto away = summary("true"), here = summary("false");
+  CHECK(test::lasting_labels(away).empty());
+  CHECK(test::lasting_labels(here) == "functional");
   CHECK(away.device_bytes_decode < here.device_bytes_decode);
 }
 
