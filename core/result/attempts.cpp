@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/text.hpp"
+#include "result/report_blocks.hpp"
 #include "result/report_layout.hpp"
 #include "result/varying.hpp"
 
@@ -17,7 +18,7 @@ namespace {
 using Scores = std::map<std::string, std::vector<double>>;  // of a question's answers, by its prompt
 
 struct Policy {
-  std::string name, params;
+  std::string name, params, budget;
   Scores scores;
 };
 using Tables = std::map<std::pair<std::string, std::string>, std::vector<Policy>>;  // by model and task
@@ -25,7 +26,8 @@ using Tables = std::map<std::pair<std::string, std::string>, std::vector<Policy>
 Policy& policy_of(std::vector<Policy>& policies, const SummaryRow& row) {
   const auto same = [&](const Policy& p) { return p.name == row.policy && p.params == row.params; };
   const auto found = std::find_if(policies.begin(), policies.end(), same);
-  return found == policies.end() ? policies.emplace_back(Policy{row.policy, row.params, {}}) : *found;
+  return found == policies.end() ? policies.emplace_back(Policy{row.policy, row.params, number(row.budget_tokens), {}})
+                                 : *found;
 }
 
 Tables tables_of(const std::string& path) {
@@ -63,6 +65,22 @@ std::string mean(const Scores& scores, Of of) {
   return fmt::format("{:.4g}", sum / static_cast<double>(scores.size()));
 }
 
+// The policies by name, with what tells them apart: parameters, and budgets where these are all that does.
+std::vector<std::string> labels_of(const std::vector<Policy>& policies) {
+  std::vector<std::string> labels;
+  for (const Policy& policy : policies) {
+    std::vector<std::string> params;
+    for (const Policy& other : policies)
+      if (other.name == policy.name) params.push_back(other.params);
+    const std::string varying = varying_text(policy.params, params);
+    labels.push_back(one_line(varying.empty() ? policy.name : policy.name + " " + varying));
+  }
+  const std::vector<std::string> bare = labels;
+  for (std::size_t i = 0; i < labels.size(); ++i)
+    if (std::count(bare.begin(), bare.end(), bare[i]) > 1) labels[i] += " " + policies[i].budget;
+  return labels;
+}
+
 ReportTable table_of(const std::string& title, const std::vector<Policy>& policies) {
   std::size_t n = fewest(policies.front().scores);
   for (const Policy& policy : policies) n = std::min(n, fewest(policy.scores));
@@ -70,17 +88,14 @@ ReportTable table_of(const std::string& title, const std::vector<Policy>& polici
   table.title = one_line(title);
   table.header = {"policy", "questions", fmt::format("avg@{}", n)};
   for (const int k : draws(static_cast<int>(n))) table.header.push_back(fmt::format("pass@{}", k));
+  const std::vector<std::string> labels = labels_of(policies);
   for (const Policy& policy : policies) {
-    std::vector<std::string> params;
-    for (const Policy& other : policies)
-      if (other.name == policy.name) params.push_back(other.params);
-    const std::string varying = varying_text(policy.params, params);
-    table.rows.push_back({one_line(varying.empty() ? policy.name : policy.name + " " + varying),
-                          std::to_string(policy.scores.size()), mean(policy.scores, [](const auto& answers) {
-                            double sum = 0;
-                            for (const double score : answers) sum += score;
-                            return sum / static_cast<double>(answers.size());
-                          })});
+    table.rows.push_back(
+        {labels[table.rows.size()], std::to_string(policy.scores.size()), mean(policy.scores, [](const auto& answers) {
+           double sum = 0;
+           for (const double score : answers) sum += score;
+           return sum / static_cast<double>(answers.size());
+         })});
     for (const int k : draws(static_cast<int>(n)))
       table.rows.back().push_back(mean(policy.scores, [k](const auto& answers) {
         const auto right = std::count(answers.begin(), answers.end(), 1.);

@@ -86,6 +86,20 @@ TEST_CASE("attempts: draws of a cell are answers, and a repeat has the same ones
         "policy,questions,avg@3,pass@1,pass@2,pass@3\nfull,2,0.6667,0.6667,0.8333,1\n");
 }
 
+TEST_CASE("attempts: budgets tell rows apart where nothing else does") {
+  const TemporaryFolder dir;
+  const std::string out = dir / "o.h5";
+  for (const double budget : {64., 128.}) {
+    CellResult c = answered("c" + std::to_string(static_cast<int>(budget)), "snap", 1, {budget == 64 ? 0. : 1.});
+    c.summary.params = "{\"budget\":{\"tokens\":" + std::to_string(static_cast<int>(budget)) + "}}";
+    c.summary.budget_tokens = budget;
+    write_part(out, c, sample_info());
+  }
+  write_part(out, answered("c3", "full", 1, {1}), sample_info());
+  CHECK_THAT(attempts_report(out, Format::csv),
+             Contains("snap 64,1,0,0\n") && Contains("snap 128,1,1,1\n") && Contains("full,1,1,1\n"));
+}
+
 TEST_CASE("attempts: one answer, and none") {
   const TemporaryFolder dir;
   const std::string out = dir / "o.h5";

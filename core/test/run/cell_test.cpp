@@ -412,23 +412,23 @@ TEST_CASE("a cell with draws says so: avg, pass, draws of each sample, fidelity 
   f.items = drawn(f.items, 4, "");
   const results::CellResult first = f.run();
   REQUIRE(first.summary.status == "ok");
-  // The first letters of the first draw to question 0 of sample 0 are its reference; those of the others are checked.
+  // An answer is right if it contains what the first draw of all said.
   const std::string wanted = first.samples[0].output;
   for (Item& item : f.items.items) item.references = {wanted};
   const results::CellResult result = f.run();
-  std::map<std::pair<std::int64_t, std::int64_t>, double> any;
+  std::map<std::pair<std::int64_t, std::int64_t>, double> best_of;
   double sum = 0;
   for (const results::SampleRow& s : result.samples) {
     sum += s.score;
-    double& best = any[{s.task_sample, s.question}];
+    double& best = best_of[{s.task_sample, s.question}];
     best = std::max(best, s.score);
     CHECK(s.first_divergence == -1);
     CHECK(std::isnan(s.kl) == (s.draw > 0));
   }
   double passed = 0;
-  for (const auto& [question, best] : any) passed += best;
+  for (const auto& [question, best] : best_of) passed += best;
   CHECK(result.summary.score == Approx(sum / static_cast<double>(result.samples.size())));
-  CHECK(result.summary.pass == Approx(passed / static_cast<double>(any.size())));
+  CHECK(result.summary.pass == Approx(passed / static_cast<double>(best_of.size())));
   CHECK(result.summary.pass > result.summary.score);
   CHECK(result.summary.pass_lo <= result.summary.pass);
   CHECK(result.summary.pass_hi >= result.summary.pass);
