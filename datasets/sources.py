@@ -48,10 +48,11 @@ class Source:
                 return found[0]
         return None
 
-    def need(self, *names):
+    def need(self, *names, without=""):
+        """As find(), but there must be one. without: what does without it, if anything."""
         found = self.find(*names)
         if not found:
-            raise DataError(self.path, f"got no {' or '.join(names)}, wanted {self.wanted}")
+            raise DataError(self.path, f"got no {' or '.join(names)}, wanted {self.wanted}{without and '; '}{without}")
         return found
 
     def opened(self, name):

@@ -225,6 +225,11 @@ class Details(Folder):
         self.assertEqual(code, 2)
         self.assertIn("train.jsonl: got 2 records, wanted at least --shots 3", said)
         self.assertEqual(self.converted("gsm8k", "--shots", "-1")[0], 2)
+        (self.source / "train.jsonl").unlink()
+        code, said = run("gsm8k", "--from", self.source, "--to", self.out)
+        self.assertEqual(code, 2)
+        self.assertIn("got no train.jsonl, wanted", said)
+        self.assertIn("--shots 0 asks without worked examples", said)
 
     def test_gpqa_order_follows_from_the_question_alone(self):
         def letters(text):

@@ -11,7 +11,7 @@ ZERO_SHOT = "Think step by step. End with #### and the number.\n\n"
 
 
 def options(parser):
-    parser.add_argument("--shots", type=int, default=8, metavar="N", help="worked examples out of train.jsonl (default: 8)")
+    parser.add_argument("--shots", type=int, default=8, metavar="N", help="worked examples out of train.jsonl (default: 8); 0 needs no train.jsonl")
 
 
 def worked(value, place):
@@ -27,7 +27,8 @@ def worked(value, place):
 def shots(source, count):
     if count == 0:
         return ZERO_SHOT
-    examples = [worked(value, place)[:2] for place, value in source.records(source.need("train.jsonl"))][:count]
+    file = source.need("train.jsonl", without="--shots 0 asks without worked examples")
+    examples = [worked(value, place)[:2] for place, value in source.records(file)][:count]
     if len(examples) < count:
         raise DataError(source.place("train.jsonl"), f"got {len(examples)} records, wanted at least --shots {count}")
     return RULE + "".join(f"Question: {q}\nAnswer: {a}\n\n" for q, a in examples)

@@ -39,7 +39,8 @@ def asked_as(question, choices):
 
 
 def shots(source, subject, count):
-    examples = list(rows(source, source.need(f"{subject}_dev.csv")))[:count] if count else []
+    without = "--shots 0 asks without worked examples"
+    examples = list(rows(source, source.need(f"{subject}_dev.csv", without=without)))[:count] if count else []
     if len(examples) < count:
         raise DataError(source.path, f"got {len(examples)} examples of {subject}, wanted --shots {count}")
     head = f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
