@@ -44,6 +44,7 @@ class HeteroCache final : public kvlab::Policy {
         clusters_(p.get<bool>("clustering")),
         recalls_(p.get<bool>("retrieval") && clusters_),
         order_(p.get<RecallOrder>("recall_order")),
+        rho_(p.get<double>("rho")),
         when_{p.get<bool>("asynchrony") ? kvlab::Deadline::next_attention : kvlab::Deadline::next_step} {
     if (kernel_ % 2 == 0)
       throw kvlab::Error(kvlab::Errc::config, "got a kernel of " + std::to_string(kernel_) + ", wanted an odd one");
@@ -70,7 +71,10 @@ class HeteroCache final : public kvlab::Policy {
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace& w) override {
     const auto heads = static_cast<std::size_t>(shape.layers * shape.kv_heads);
-    heads_of_layer_ = static_cast<std::size_t>(shape.kv_heads), kind_ = budget.kind;
+    if (rho_ > 0 && budget.kind != kvlab::BudgetAmount::unlimited)
+      throw kvlab::Error(kvlab::Errc::config, "got both rho and a budget, wanted one: rho is `budget: {ratio: RHO}`");
+    const kvlab::BudgetAmount amount = rho_ > 0 ? kvlab::BudgetAmount{kvlab::BudgetAmount::ratio, rho_} : budget;
+    heads_of_layer_ = static_cast<std::size_t>(shape.kv_heads), kind_ = amount.kind;
     if (!clusters_) role_.assign(heads, anchor), pivot_of_.assign(heads, -1);
     if (!allocates_) stable_.assign(heads, 1);
     std::vector<std::int32_t> leader(heads, -1), widest(heads), of_logits(heads, -1);
@@ -93,7 +97,7 @@ class HeteroCache final : public kvlab::Policy {
     }
     full_ = static_cast<std::size_t>(std::count(weights_.begin(), weights_.end(), 0.));
     const double least = static_cast<double>(full_) / static_cast<double>(heads);
-    if (kind_ == kvlab::BudgetAmount::ratio && budget.value <= least) refuse("a ratio of ", budget.value, least);
+    if (kind_ == kvlab::BudgetAmount::ratio && amount.value <= least) refuse("a ratio of ", amount.value, least);
     if (!recalls_) return;
     leader_ = kvlab::HeadOfHead("pivot of", shape, leader, w);
     widest_ = kvlab::HeadOfHead("widest of the cluster", shape, widest, w);
@@ -115,7 +119,8 @@ class HeteroCache final : public kvlab::Policy {
   // A budget that pays for all tokens evicts nothing.
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     if (!kv.last[0]) return;
-    const int n = kv.position[0], budget = kv.budget_tokens(0);
+    const int n = kv.position[0];
+    const int budget = rho_ > 0 ? std::max(1, static_cast<int>(n * rho_)) : kv.budget_tokens(0);
     const int base = heterocache::base_of(weights_.size(), full_, n, budget);
     if (base == 0 && kind_ != kvlab::BudgetAmount::ratio)
       refuse(("a prompt of " + std::to_string(n) + " tokens with a budget of ").c_str(), budget,
@@ -185,6 +190,7 @@ class HeteroCache final : public kvlab::Policy {
   double least_;
   bool fill_, allocates_, clusters_, recalls_;
   RecallOrder order_;
+  double rho_;
   kvlab::Deadline when_;
   kvlab::BudgetAmount::Kind kind_ = kvlab::BudgetAmount::unlimited;
   std::vector<float> role_, pivot_of_, stable_;  // [layer, kv_head], like weights_
@@ -205,6 +211,8 @@ class HeteroCache final : public kvlab::Policy {
 
 KVLAB_PLUGIN(
     kvlab::policy<HeteroCache>("heterocache", "roles of heads; satellites fetch when their pivot drifts (2026)")
+        .param("rho", 0., 0, 1,
+               "share of the prompt's tokens, in place of `budget: {ratio: RHO}`; 0 = the budget says it")
         .param("threshold", 0.5, 0, 1, "median overlap below which a pivot has drifted")
         .param("window", 5, 1, 64, "steps whose overlaps give the median")
         .param("check_every", 5, 1, kvlab::any, "steps from one check to the next; 1 = a sliding window")

@@ -307,10 +307,10 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
 }
 
 TEST_CASE("heterocache refuses a budget that full heads alone take, and profiles without roles") {
-  const auto made = [](BudgetAmount budget, const Profile& profile) {
+  const auto made = [](BudgetAmount budget, const Profile& profile, const ParamMap& params = {}) {
     static Registry registry;
     const PluginInfo& info = registry.require(Role::policy, "heterocache");
-    auto policy = create<Policy>(info, resolve(info, {}));
+    auto policy = create<Policy>(info, resolve(info, params));
     Shape shape;
     shape.layers = 2, shape.query_heads = shape.kv_heads = 4, shape.head_dim = 8, shape.page_size = 8;
     shape.max_slots = 1, shape.max_tokens = 64;
@@ -323,6 +323,10 @@ TEST_CASE("heterocache refuses a budget that full heads alone take, and profiles
   CHECK_NOTHROW(made({BudgetAmount::ratio, .126}, p));
   CHECK_THROWS_WITH(made({BudgetAmount::ratio, .125}, p),
                     Catch::Contains("got a ratio of 0.125, wanted more than 0.125: pivots and volatile heads"));
+  CHECK_NOTHROW(made({}, p, {{"rho", .126}}));
+  CHECK_THROWS_WITH(made({}, p, {{"rho", .125}}), Catch::Contains("got a ratio of 0.125, wanted more than 0.125"));
+  CHECK_THROWS_WITH(made({BudgetAmount::ratio, .5}, p, {{"rho", .5}}),
+                    Catch::Contains("got both rho and a budget, wanted one"));
   const auto policy = made({BudgetAmount::tokens, 8}, p);
   const bool last = true;
   const std::int32_t tokens = 64, budget = 8;
@@ -334,6 +338,26 @@ TEST_CASE("heterocache refuses a budget that full heads alone take, and profiles
   Profile none = p;
   none["role"].values[3] = NAN;
   CHECK_THROWS_WITH(made({}, none), Catch::Contains("wanted one with decode steps"));
+}
+
+TEST_CASE("heterocache's rho is a budget's ratio") {
+  OnText run(Role::policy, "heterocache", {{"rho", .5}}, 0, prompt + 1, page, roles);
+  const int layers = run.config().layers, heads = run.config().kv_heads;
+  const Profile p = roles(layers, heads);
+  std::vector<double> w;
+  std::size_t full = 0;
+  for (std::size_t i = 0; i < p.at("role").values.size(); ++i) {
+    w.push_back(p.at("role").values[i] == 2 ? 0 : 1 / double{p.at("stable").values[i]});
+    full += p.at("role").values[i] == 2;
+  }
+  const Ints tokens = heterocache::divided(w, heterocache::base_of(w.size(), full, prompt, prompt / 2), prompt, true);
+  run.prefill(prompt);
+  for (int layer = 0; layer < layers; ++layer)
+    for (int head = 0; head < heads; ++head) {
+      std::vector<int> kept = run.kept(layer, head);
+      std::sort(kept.begin(), kept.end());
+      CHECK(kept == best_of(run, layer, head, prompt - 1, tokens[static_cast<std::size_t>(layer * heads + head)]));
+    }
 }
 
 TEST_CASE("heterocache keeps a prompt of one token, and all tokens of a large budget") {
