@@ -56,12 +56,26 @@ void check_amount(int samples, int done, std::int64_t tokens, const std::string&
                 where);
 }
 
+// The task's data file, where it has one: ": FILE".
+std::string data_of(const TaskSpec& spec) {
+  const auto& values = spec.task.params.values();
+  const auto data = values.find("data");
+  const auto* file = data == values.end() ? nullptr : std::get_if<std::string>(&data->second);
+  return file && !file->empty() ? ": " + *file : "";
+}
+
 const Record& record_of(const Item& item) {
   static const Record none;
   return item.record ? *item.record : none;
 }
 
 std::int64_t fed_tokens(const Item& item) { return static_cast<std::int64_t>(item.prompt.size() + item.fed.size()); }
+
+// The record's name in its data file, where it has one: ", id NAME".
+std::string id_of(const Item& item) {
+  const auto found = record_of(item).find("id");
+  return found == record_of(item).end() || found->second.empty() ? "" : ", id " + found->second.front();
+}
 
 // Every answer would match an empty reference.
 void check_references(const std::vector<std::string>& references, const std::string& where) {
@@ -195,7 +209,7 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
         throw Error(Errc::config,
                     "got " + std::to_string(most) + " tokens of prompt and answer, wanted at most " +
                         std::to_string(config.context) + ", the model's context",
-                    where);
+                    spec.where + data_of(spec) + ": sample " + std::to_string(i) + id_of(item));
       prompt_tokens += fed_tokens(item);
       check_amount(out.samples, i + 1, prompt_tokens, spec.where);
       const auto add = [&](const std::vector<int>& tokens) {

@@ -19,6 +19,7 @@ struct Script {
   std::vector<TaskSample> samples;
   std::string metric = "exact", complaint;
   std::optional<double> score = {};  // of the task's own metric
+  std::string data = {};             // its file
 } script;
 
 struct Scripted final : Task {
@@ -40,7 +41,7 @@ TaskItems made(Question question, int context = 100, const char* metric = nullpt
   TaskSpec spec;
   spec.name = "scripted";
   spec.where = "exp.yaml:3:5";
-  spec.task = {Role::task, "scripted", Params()};
+  spec.task = {Role::task, "scripted", Params({{"data", script.data}})};
   spec.question = question;
   const RegistryCatalog catalog(registry);
   spec.names_metric = metric != nullptr;
@@ -139,7 +140,8 @@ TEST_CASE("samples that cannot run are refused before any work") {
   fails({{{1}, {asked({1})}}, {{50}, {asked({1})}}}, "exp.yaml:3:5: sample 1: got token 50, wanted 0 to 49");
   fails({{{1}, {asked({-1})}}}, "got token -1");
   fails({{{1}, {forced({2, 99})}}}, "got token 99");
-  fails({{{1, 2}, {asked({3}, 8)}}}, "got 11 tokens of prompt and answer, wanted at most 10", 10);
+  fails({{{1, 2}, {asked({3}, 8)}}}, "exp.yaml:3:5: sample 0: got 11 tokens of prompt and answer, wanted at most 10",
+        10);
   TaskQuestion empty = asked({1});
   empty.references = {"yes", " "};
   fails({{{1}, {asked({1}), empty}}}, "sample 0: got an empty reference");
@@ -151,6 +153,14 @@ TEST_CASE("samples that cannot run are refused before any work") {
   script = {{{{1}, {asked({2})}}}, "exact", "got a bad thing"};
   CHECK_THROWS_WITH(made(Question::prompt),
                     Catch::Equals("exp.yaml:3:5: sample 0: scripted, sample(): got a bad thing"));
+}
+
+TEST_CASE("a prompt longer than the model is named with its file and record") {
+  TaskQuestion q = asked({3}, 8);
+  q.record = std::make_shared<const Record>(Record{{"id", {"r-7"}}});
+  script = {{{{1, 2}, {q}}}, "exact", "", {}, "facts.jsonl"};
+  CHECK_THROWS_WITH(made(Question::prompt, 10),
+                    Catch::Contains("exp.yaml:3:5: facts.jsonl: sample 0, id r-7: got 11 tokens"));
 }
 
 TEST_CASE("numbers that no machine could serve are refused before the prompts are made") {

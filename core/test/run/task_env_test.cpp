@@ -66,6 +66,9 @@ TEST_CASE("files lie beside the experiment or in the data folder") {
     CHECK_THROWS_WITH(env.read_text(path), Catch::Contains("when opening the file, wanted a text file"));
   }
   CHECK_THROWS_WITH(env.read_text(""), Catch::Contains("got no path"));
+  CHECK_THROWS_WITH(env.records("data/qa/none.jsonl"),
+                    Catch::Contains("data/qa/none.jsonl: got no such file, wanted JSON lines") &&
+                        Catch::Contains("convert.py list") && Catch::Contains("data/qa`"));
 }
 
 TEST_CASE("what is no text is refused with file and byte") {
