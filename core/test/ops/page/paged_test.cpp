@@ -122,6 +122,16 @@ TEST_CASE("codes of 4 and 2 bits by hand: the vectors of the cards, packed from 
   }());
 }
 
+TEST_CASE("8 bits by hand: a real zero moves what lies between two codes") {
+  // plain_quant's card: from -1 to 1 the zero is at 127.5 steps. 0 has the code 128, the even one, and becomes 0.0039.
+  // Atom's integer zero, which is no codec here, would keep it.
+  Page page(DType::f32, {{8}, {8}}, 4, 8, 0);
+  const std::vector<float> x = {-1, 0, 1, 0.5f, -0.5f, 0.25f, 1, -1};
+  ops::write_token(page.frame.data(), page.layout, 1, x.data(), x.data(), 0);
+  CHECK(int{reinterpret_cast<const std::uint8_t*>(page.frame.data())[page.layout.k + 8 + 1]} == 128);
+  CHECK(page.row(KvSide::key, 1)[1] == Approx(0.0039).margin(1e-4));
+}
+
 TEST_CASE("e4m3 by hand: every code survives, neighbours round to even, and what is too large saturates") {
   const std::pair<float, int> exact[] = {{0.f, 0},        {0x1p-9f, 1},  {0x7p-9f, 7},   {0x1p-6f, 8}, {1.f, 0x38},
                                          {-1.125f, 0xb9}, {448.f, 0x7e}, {-448.f, 0xfe}, {240.f, 0x77}};

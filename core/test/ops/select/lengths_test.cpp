@@ -97,6 +97,15 @@ TEST_CASE("aged_pages by hand") {
   const Ints one_less = {20, 20, 19, 3};
   ops::aged_pages(kv, View<const std::int32_t, 2>::dense(one_less.data(), {2, 2}), 1, aged.list, Stream::cpu());
   CHECK(aged.of(0, 0) == Ints{3});
+  // KIVI's card, residual and pages of 4 tokens: of 10 and of 12 tokens its values have 6 and 8 codes, and its keys 8
+  // and
+  // 12. A page ages whole here, so both have 4 and 8.
+  const Ints card = {10, 12, 10, 12};
+  PagedKv kivi = kv;
+  kivi.length = View<const std::int32_t, 2>::dense(card.data(), {2, 2}), kivi.lower_pages = {};
+  ops::aged_pages(kivi, of_cache, 4, aged.list, Stream::cpu());
+  CHECK(aged.of(0, 0) == Ints{0});
+  CHECK(aged.of(0, 1) == Ints{0, 1});
   List small(2, 2, 1);
   ops::aged_pages(kv, of_cache, 0, small.list, Stream::cpu());
   CHECK(small.of(1, 0) == Ints{0});
