@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <map>
 
 #include "result/profile_file.hpp"
@@ -26,6 +27,13 @@ void check_shape(const std::string& file, const std::string& name, const Profile
 }  // namespace
 
 Profile read_policy_profile(const std::string& file, const Model& model, int page_size) {
+  if (std::error_code error; !std::filesystem::exists(file, error))
+    throw Error(
+        Errc::io,
+        fmt::format("got no such file, wanted a profile of '{}': `kvlab profile EXPERIMENT.yaml -o {}` writes it, "
+                    "with the profiler that the policy's own file names",
+                    model.name, file),
+        file);
   const results::ProfileFile read = results::read_profile(file);
   if (read.model_fingerprint != model.fingerprint)
     throw Error(Errc::config,

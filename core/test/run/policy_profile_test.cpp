@@ -81,7 +81,9 @@ TEST_CASE("a profile that is missing, damaged or of another model is refused wit
   Files f;
   const std::string entry = "  - " + reads + ", profile: p.h5}", at = (f.folder / "e.yaml").string() + ":3:";
   const std::string file = (f.folder / "p.h5").string();
-  CHECK_THAT(f.refusal(entry), Catch::StartsWith(at) && Catch::Contains(file));
+  CHECK_THAT(f.refusal(entry), Catch::StartsWith(at) &&
+                                   Catch::Contains(file + ": got no such file, wanted a profile of") &&
+                                   Catch::Contains("kvlab profile EXPERIMENT.yaml -o"));
   f.write();
   CHECK(f.refusal(entry) == "no error");
   std::filesystem::resize_file(file, std::filesystem::file_size(file) / 2);
