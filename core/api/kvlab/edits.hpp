@@ -103,8 +103,8 @@ struct Placing {
   View<const std::int32_t, 2> rooms;  // [row, kv_head] in place of `room`; or empty
   View<const float, 3> order;         // [row, kv_head, page] where not the oldest but the lowest leave first; or empty
   // Pages that these factors cover come without their keys, which the store makes from the factors. It must live as
-  // long as the policy. null = pages come whole. Needs::rebuilds_keys is needed. Not with Deadline::sequence, a later
-  // step, or an observe beside the step: Errc::plugin.
+  // long as the policy. null, or another codec on the host = pages come whole. Needs::rebuilds_keys is needed. Not with
+  // Deadline::sequence, a later step, or an observe beside the step: Errc::plugin.
   const KeyFactors* keys = nullptr;
 };
 

@@ -113,7 +113,7 @@ class Needs {
   Needs& functional(bool yes) { return functional_ = yes, *this; }
   // The policy keeps factors of its keys on the device, and its place edits may name them (Placing::keys). It may
   // rewrite keys to those that the factors give, under the conditions of functional, but without the label: its pages
-  // lie on the host. With host_pages, and no other codec on the host: Errc::unsupported.
+  // lie on the host. Without host_pages it is Errc::unsupported.
   Needs& rebuilds_keys(bool yes) { return rebuilds_keys_ = yes, *this; }
   Needs& prompt_lse(bool yes) { return prompt_lse_ = yes, *this; }  // LayerPrefill::lse
   // The arrays of a profile file, which the experiment names. They come through load_profile.
