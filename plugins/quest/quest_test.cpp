@@ -5,7 +5,7 @@ using namespace kvlab::test;
 
 namespace {
 
-constexpr int page = 8, prompt = 200, steps = 20, budget = 64;
+constexpr int page = 8, prompt = 200, steps = 20, most_tokens = 64;
 using Row = std::vector<double>;
 
 // Each end of a page's box, or its mean, as the codes of the page read: every code is tried.
@@ -67,7 +67,7 @@ TEST_CASE("quest reads on real text what a plain implementation reads, by bounds
               {"min_pages", std::int64_t{1}},
               {"page_bounds", bounds},
               {"summary_bits", std::int64_t{codes ? 8 : 16}}},
-             budget, prompt + steps, page);
+             most_tokens, prompt + steps, page);
   run.prefill(prompt);
   for (int step = 0; step < steps; ++step) {
     run.step();
@@ -86,19 +86,19 @@ TEST_CASE("quest reads on real text what a plain implementation reads, by bounds
             CHECK(scores.back() >= score(run.layer(layer), position, head, run.group(), p, true, false));
         }
         CHECK(run.layer(layer).read[static_cast<std::size_t>(step)][static_cast<std::size_t>(head)] ==
-              best(scores, all, budget / page));
+              best(scores, all, most_tokens / page));
       }
   }
 }
 
 TEST_CASE("quest: summaries have 16 or 8 bits, and those of 8 take about a quarter of what f32 takes") {
   const auto made = [](std::int64_t bits) {
-    OnText run(Role::selector, "quest", {{"summary_bits", bits}}, budget, prompt + 1, page);
+    OnText run(Role::selector, "quest", {{"summary_bits", bits}}, most_tokens, prompt + 1, page);
     run.prefill(prompt);
     return run.ledger().held(Tier::device)[static_cast<int>(Tag::summaries)] / run.config().layers /
            run.config().kv_heads / (prompt / page);
   };
-  const OnText shape(Role::selector, "quest", {}, budget, 64, page);
+  const OnText shape(Role::selector, "quest", {}, most_tokens, 64, page);
   const int dim = shape.config().head_dim;
   CHECK(made(16) == 2 * 4 * dim);  // f32
   CHECK(made(8) == 2 * dim + 16);
