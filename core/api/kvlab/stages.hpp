@@ -3,7 +3,8 @@
 // `snapkv: {rescorer: criticalkv}`. So a second stage is written once, and holds nothing of a first one.
 //
 // Of what needs() asks for, a second stage gets devices, dtypes, scratch_numbers and capturable. A pruner may have
-// dense_layers, too, and a rescorer the output projection. Every other need is Errc::plugin.
+// dense_layers, too, and a rescorer the output projection, where the scorer does not ask for it. Every other need is
+// Errc::plugin.
 #pragma once
 #include <cstdint>
 
