@@ -13,6 +13,7 @@
 #include "base/put_off.hpp"
 #include "base/stop.hpp"
 #include "base/threads.hpp"
+#include "engine/store_options.hpp"
 #include "model/token_kinds.hpp"
 #include "ops/select/chosen_pages.hpp"
 #include "plugin/before_step.hpp"
@@ -21,7 +22,6 @@
 #include "plugin/verified.hpp"
 
 namespace kvlab {
-namespace {
 
 StoreOptions store_options(const Model& model, const Policy& policy, const EngineOptions& o) {
   const Needs needs = policy.needs();
@@ -55,6 +55,8 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   s.copy_by_host = o.copy_by_host;
   return s;
 }
+
+namespace {
 
 std::string text_of(const std::vector<NonFiniteStep::Row>& rows) {
   return "got numbers that are not finite in " + std::to_string(rows.size()) +

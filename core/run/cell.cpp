@@ -1,11 +1,14 @@
 #include "run/cell.hpp"
 
+#include <algorithm>
 #include <exception>
 #include <kvlab/error.hpp>
 #include <new>
 
+#include "base/backend.hpp"
 #include "base/log.hpp"
 #include "base/stream_memory.hpp"
+#include "engine/store_options.hpp"
 #include "result/warnings.hpp"
 #include "run/cannot_go_on.hpp"
 #include "run/equal_bytes.hpp"
@@ -13,8 +16,10 @@
 #include "run/nonfinite.hpp"
 #include "run/plain_pass.hpp"
 #include "run/replay.hpp"
+#include "run/requests.hpp"
 #include "run/serve.hpp"
 #include "run/summary.hpp"
+#include "store/host_tier.hpp"
 
 namespace kvlab {
 
@@ -25,6 +30,24 @@ namespace {
 // Nothing else knows beforehand what a sequence will be fed.
 std::shared_ptr<FullRuns> full_runs_for(const CellInput& in, const Needs& needs) {
   return needs.future_mass() && !in.workload() ? std::make_shared<FullRuns>() : nullptr;
+}
+
+// Sequences that the cell runs at once, at most.
+int slots_of(const CellInput& in) {
+  const std::vector<Item>& items = in.items->items;
+  const auto follows = [](const Item& item) { return item.follows; };
+  const std::size_t count = in.rows ? 1
+                            : in.workload()
+                                ? make_requests(*in.workload(), items, in.cell->seed, in.experiment->folder).size()
+                                : items.size() - static_cast<std::size_t>(std::ranges::count_if(items, follows));
+  return static_cast<int>(std::min<std::size_t>(count, static_cast<std::size_t>(std::max(1, in.experiment->batch))));
+}
+
+// Refuses a host_memory that the run cannot have.
+void check_host_memory(const CellInput& in) {
+  const EngineOptions o = engine_options(in, std::max(1, slots_of(in)));
+  const StoreOptions store = store_options(*in.model, *cell_policy(in), o);
+  if (takes_host_tier(store) && (o.device == Device::cpu || cuda_backend())) check_host_tier(store);
 }
 
 // K and V of the cell's longest sequence in the full cache.
@@ -62,6 +85,7 @@ void check_cell(const CellInput& given) {
                                   "which says which tokens are special or punctuation");
   in.full_runs = full_runs_for(in, needs);
   Engine::check(*in.model, *cell_policy(in), engine_options(in, 1));
+  check_host_memory(in);
   try {
     limited_options(in, 1);
   } catch (const NoRoom& e) {

@@ -7,6 +7,7 @@
 
 #include "ops/page/packed.hpp"
 #include "ops/page/paged.hpp"
+#include "store/host_tier.hpp"
 
 namespace kvlab {
 namespace {
@@ -42,7 +43,8 @@ CpuStore::CpuStore(const StoreOptions& options)
       layouts_(make_layouts(options)),
       host_layout_(frame_layout(options, options.host_codec)),
       device_(worst_case(options.shape, widest(layouts_)), options.device_limit),
-      host_(worst_case(options.shape, host_layout_.bytes), options.host_limit) {
+      host_(worst_case(options.shape, host_layout_.bytes),
+            std::min(worst_case(options.shape, host_layout_.bytes), host_tier_limit(options))) {
   const std::size_t heads = heads_of(options.shape);
   const StoreBytes taken = bytes(options);
   for (auto& t : table_) t.resize(heads * pages_per_head_);

@@ -9,11 +9,11 @@
 
 #include "base/backend.hpp"
 #include "base/device_op.hpp"
-#include "base/host_memory.hpp"
 #include "ops/page/causal.hpp"
 #include "ops/page/paged.hpp"
 #include "store/arena.hpp"
 #include "store/cuda_unused.hpp"
+#include "store/host_tier.hpp"
 
 namespace kvlab {
 namespace {
@@ -210,11 +210,7 @@ void CudaStore::make_pool(CudaPool pool, std::int64_t frames, std::int64_t place
 }
 
 std::int64_t CudaStore::host_frames() const {
-  const std::int64_t frames = heads_ * options_.shape.max_pages();
-  if (options_.host_limit >= 0) return std::min(frames, options_.host_limit / host_layout_.bytes);
-  constexpr double share = 0.8;  // the rest is for the process and for others
-  return std::min(frames,
-                  static_cast<std::int64_t>(share * static_cast<double>(free_host_bytes())) / host_layout_.bytes);
+  return std::min(heads_ * options_.shape.max_pages(), host_tier_limit(options_) / host_layout_.bytes);
 }
 
 // Pinning memory takes half a second per GiB. Unless the options ask for the tier at the start, the first offload does
@@ -222,9 +218,7 @@ std::int64_t CudaStore::host_frames() const {
 bool CudaStore::open_host_tier() {
   if (host_arena_.data()) return true;
   std::int64_t frames = host_frames();
-  if (const std::int64_t bytes = frames * host_layout_.bytes, free = free_host_bytes(); bytes > free)
-    throw Error(Errc::config, "got host_memory for " + std::to_string(bytes) + " bytes of pages, wanted at most " +
-                                  std::to_string(free) + ", the free memory of this machine");
+  if (takes_host_tier(options_) || frames > 0) check_host_tier(options_);
   // A run that asked for the tier at its start gets all of it or an error.
   const int attempts = takes_host_tier(options_) ? 1 : 6;
   for (int attempt = 0; attempt < attempts && frames > 0; ++attempt, frames /= 2)

@@ -124,7 +124,6 @@ class CudaStore final : public Store {
                 reloads = 0;  // for place edits
   };
   static Sizes sizes(const StoreOptions& options);
-  static bool takes_host_tier(const StoreOptions& o) { return o.host_pages || o.archive; }  // at the start
 
   CudaStoreLayer layer(int layer) const;
   const std::int32_t* rows_of(const std::vector<std::int32_t>& slots) const;

@@ -188,7 +188,8 @@ Fit CpuStore::restore(int slot, const std::vector<std::byte>& snapshot) {
 
 std::shared_ptr<CpuStore> CpuStore::for_one_slot(StoreOptions options, std::size_t state_bytes) {
   options.shape.max_slots = 1;
-  options.device_limit = options.host_limit = -1;
+  options.device_limit = -1;
+  options.host_limit = std::numeric_limits<std::int64_t>::max();  // room for what the slot has
   auto out = std::make_shared<CpuStore>(options);
   if (state_bytes > 0) out->workspace_.state("slot", state_bytes, 1);
   return out;

@@ -4,14 +4,17 @@
 #include <kvlab/key_factors.hpp>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
+#include "base/backend.hpp"
 #include "base/part_timer.hpp"
 #include "ops/page/codes.hpp"
 #include "ops/page/packed.hpp"
 #include "ops/page/paged.hpp"
 #include "store/cpu_store.hpp"
 #include "store/cuda_store.hpp"
+#include "store/host_tier.hpp"
 
 namespace kvlab {
 namespace {
@@ -677,10 +680,13 @@ void check_store(const StoreOptions& options, Device device) {
   check_copies(options);
   check_packing(options);
   device == Device::cuda ? CudaStore::check(options) : CpuStore::check(options);
+  const bool here = device == Device::cpu || cuda_backend();
+  if (takes_host_tier(options)) check_host_tier(options, here ? -1 : std::numeric_limits<std::int64_t>::max());
 }
 
 std::unique_ptr<Store> make_store(const StoreOptions& options, Stream stream) {
   if (stream.device() == Device::cuda) return std::make_unique<CudaStore>(options, stream);
+  if (takes_host_tier(options)) check_host_tier(options);
   return std::make_unique<CpuStore>(options);
 }
 

@@ -73,3 +73,40 @@ TEST_CASE("under a limit of memory every run ends as a result, or with 2 before 
   CHECK(ends[1] > 0);
   CHECK(ends[2] > 0);
 }
+
+TEST_CASE("kvlab run with a host_memory that is too small says so before its first cell, or in the cell's result") {
+  const Folder folder;
+  const std::string tiers =
+      "model: {synthetic: tiny}\n"
+      "tasks: [random_prompts: {prompt: 90, answer: 4, samples: 1}]\n"
+      "metrics: [score]\nbackend: cpu\nthreads: 1\npage_size: 8\nspill: always\n"
+      "policies:\n"
+      "  - full\n"
+      "  - freekv: {sinks: 8, window: 8, budget: {tokens: 32}}\n"
+      "host_memory: ";
+  const std::string out = folder / "out.h5";
+  for (const char* command : {"check", "run"}) {
+    std::vector<std::string> words{command, folder.write("e.yaml", tiers + "100\n")};
+    if (std::string(command) == "run") words.insert(words.end(), {"-o", out});
+    const Ended ended = test::run_kvlab(words);
+    INFO(ended.said);
+    CHECK(ended.code == 2);
+    CHECK_THAT(ended.said, Catch::Contains("e.yaml:10:") && Catch::Contains("got host_memory of 100 bytes") &&
+                               Catch::Contains("wanted at least "));
+    CHECK(!std::filesystem::exists(out));
+  }
+  const auto run = [&](const char* bytes, int code) {
+    const Ended ended = test::run_kvlab({"run", folder.write("e.yaml", tiers + bytes), "-o", out});
+    INFO(ended.said);
+    CHECK(ended.code == code);
+    std::map<std::string, results::SummaryRow> rows;
+    for (const auto& row : results::read_summary(out).rows) rows[row.policy] = row;
+    REQUIRE(rows.size() == 2);
+    CHECK(rows["full"].status == "ok");
+    return rows["freekv"];
+  };
+  const results::SummaryRow small = run("5KB\n", 1);
+  CHECK(small.status == "oom");
+  CHECK_THAT(small.error, Catch::Contains("where host_memory allows 5000"));
+  CHECK(run("20MB\n", 0).status == "ok");
+}

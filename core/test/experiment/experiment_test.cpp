@@ -78,6 +78,7 @@ output: out/first.h5
 batch: 8
 threads: 2
 device_memory: 1.5GB
+host_memory: 3MiB
 page_size: 8
 prefill_chunk: 256
 fidelity: {tokens: 9}
@@ -95,6 +96,7 @@ plugin_path: [mine, /opt/plugins]
   CHECK(e.batch == 8);
   CHECK(e.threads == 2);
   CHECK(e.device_memory == 1'500'000'000);
+  CHECK(e.host_memory == 3 << 20);
   CHECK(e.prefill_chunk == 256);
   CHECK(e.fidelity_tokens == 9);
   CHECK(e.plugin_path == std::vector<std::string>{"mine", "/opt/plugins"});
@@ -231,6 +233,7 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   refused(p + "  - snapkv: {budget: {split: pyramid}}\n", "exp.yaml:4:22: got a budget with 0 amounts");
   refused(p + "  - full\nequal_bytes: 1MiB\nworkload: {}\n", "exp.yaml:5:1: got equal_bytes with a workload");
   refused(p + "  - full\ndevice_memory: 68 goats\n", "exp.yaml:5:16: got '68 goats'", {"GiB"});
+  refused(p + "  - full\nhost_memory: 68 goats\n", "exp.yaml:5:14: got '68 goats'", {"GiB"});
   refused(p + "  - full\nmetrics: [score, speed]\n", "exp.yaml:5:18: got 'speed'", {"score | fidelity"});
   refused(p + "  - full\nsampling: 0.6\n", "exp.yaml:5:11: got '0.6' for 'sampling', wanted a map");
   refused(p + "  - full\nsampling: {}\n", "exp.yaml:5:11: got no temperature for 'sampling'");

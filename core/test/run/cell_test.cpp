@@ -444,3 +444,25 @@ TEST_CASE("what draws cannot have is refused") {
   f.experiment.sampling = warm(2);
   CHECK_THROWS_WITH(f.run(), Catch::Contains("got sampling for 'oracle_evict'"));
 }
+
+TEST_CASE("a host_memory that holds no page is refused before the run, one that runs full is the cell's result") {
+  for (const char* policy :
+       {"{freekv: {sinks: 8, window: 8, budget: {tokens: 32}}}",
+        "{flexicache: {unstable_heads: false, budget: {tokens: 32}, rerank_every: 4}}",
+        "{quest: {dense_layers: 0, budget: {tokens: 16}, placement: {tier: host, resident: 16}}}"}) {
+    CAPTURE(policy);
+    Fixture f(test::policy_of(policy, 8));
+    f.experiment.spill = "always";
+    f.add(f.text(90, 1), {}, 4);
+    REQUIRE(f.run().summary.error == "");
+    f.experiment.host_memory = 100;
+    CHECK_THROWS_WITH(check_cell(f.input()),
+                      Catch::Contains("got host_memory of 100 bytes for pages on the host, wanted at least ") &&
+                          Catch::Contains("a page of 8 tokens of one KV head"));
+    f.experiment.host_memory = 20'000;
+    const results::CellResult result = f.run();
+    CHECK(result.summary.status == "oom");
+    CHECK_THAT(result.summary.error, Catch::Contains("where host_memory allows 20000"));
+    CHECK(result.samples.empty());
+  }
+}

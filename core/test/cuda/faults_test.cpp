@@ -1,0 +1,179 @@
+// The device refuses memory or fails a transfer: a clear error or a recorded result, and what is there stays.
+#include <catch2/catch.hpp>
+
+#include <kvlab/error.hpp>
+#include <string>
+#include <vector>
+
+#include "base/backend.hpp"
+#include "cases/place.hpp"
+#include "model/bundled.hpp"
+#include "store/cuda_store.hpp"
+#include "support/cell_fixture.hpp"
+#include "support/store_fixture.hpp"
+
+using namespace kvlab;
+using cases::OnDevice;
+using test::Lists;
+using test::StoreFixture;
+
+namespace {
+
+// While it lives, the first `failures` requests for pinned memory of at least `least` bytes get none. It notes them
+// all.
+class NoPinned {
+ public:
+  NoPinned(int failures, std::size_t least) : table_(require_cuda("a test")) {
+    real_ = require_cuda("a test").runtime.allocate_pinned;
+    left_ = failures, least_ = least;
+    asked_.clear();
+    table_.runtime.allocate_pinned = [](std::size_t bytes) -> void* {
+      if (bytes < least_) return real_(bytes);
+      asked_.push_back(static_cast<std::int64_t>(bytes));
+      return left_-- > 0 ? nullptr : real_(bytes);
+    };
+    replace_cuda_backend(&table_);
+  }
+  ~NoPinned() { replace_cuda_backend(nullptr); }
+  NoPinned(const NoPinned&) = delete;
+  // Bytes of frames in each request; a granule lies before frame 0.
+  static std::vector<std::int64_t> frames_asked() {
+    std::vector<std::int64_t> out;
+    for (const std::int64_t bytes : asked_) out.push_back(bytes - granule_bytes);
+    return out;
+  }
+
+ private:
+  CudaBackend table_;
+  static inline void* (*real_)(std::size_t) = nullptr;
+  static inline int left_ = 0;
+  static inline std::size_t least_ = 0;
+  static inline std::vector<std::int64_t> asked_;
+};
+
+void append(CudaStore& store, const StoreFixture& f, OnDevice& memory, int slot, int count) {
+  const Shape& s = store.shape();
+  const int first = store.position(slot);
+  for (int layer = 0; layer < s.layers; ++layer) {
+    std::vector<float> rows[2];
+    for (const int side : {0, 1})
+      for (int t = 0; t < count; ++t)
+        for (int h = 0; h < s.kv_heads; ++h) {
+          const auto row = f.row(side, layer, slot, h, first + t);
+          rows[side].insert(rows[side].end(), row.begin(), row.end());
+        }
+    OnDevice chunk;
+    REQUIRE(store.append(layer, slot, chunk.put(rows[0].data(), rows[0].size()),
+                         chunk.put(rows[1].data(), rows[1].size()), DType::f32, std::int64_t{s.kv_heads} * s.head_dim,
+                         count, first) == Fit::ok);
+    memory.synchronize();
+  }
+  store.advance(slot, count, false);
+}
+
+std::int64_t all_frames(const StoreOptions& o) {
+  const Shape& s = o.shape;
+  return std::int64_t{s.layers} * s.max_slots * s.kv_heads * s.max_pages();
+}
+
+}  // namespace
+
+TEST_CASE("cuda store: a failed pinned allocation at the start is an error with its bytes, after one request") {
+  for (const bool archive : {false, true}) {
+    CAPTURE(archive);
+    StoreFixture f;
+    f.options.host_pages = !archive;
+    f.options.archive = archive;
+    f.options.host_limit = 50 * frame_layout(f.options, {}).bytes + 7;
+    const std::int64_t bytes = f.options.host_limit - 7;
+    OnDevice memory;
+    {
+      const NoPinned none(1, 0);
+      CHECK_THROWS_WITH(CudaStore(f.options, memory.stream()),
+                        Catch::Contains("got no pinned memory for the pages on the host, wanted " +
+                                        std::to_string(bytes) + " bytes; give host_memory"));
+      CHECK(NoPinned::frames_asked() == std::vector<std::int64_t>{bytes});
+    }
+    CHECK_NOTHROW(CudaStore(f.options, memory.stream()));
+  }
+}
+
+TEST_CASE(
+    "cuda store: at the first offload requests for pinned memory are halved five times, then it is out of memory") {
+  StoreFixture f;
+  OnDevice memory;
+  const std::int64_t frame = frame_layout(f.options, {}).bytes, all = all_frames(f.options);
+  REQUIRE(all == 192);
+  const Lists both_pages(2, {0, 1}), third(2, {2});
+  const auto offload = [&](CudaStore& store, int layer, const Lists& pages) {
+    Edits e(layer);
+    e.offload(memory.put(pages.pages()));
+    const Fit fit = store.apply(e.all(), {0}).fit;
+    memory.synchronize();
+    return fit;
+  };
+  const auto tokens = [&](const CudaStore& store) { return store.positions_by_place(0, 0, 1); };
+  for (const int failures : {5, 6}) {
+    CAPTURE(failures);
+    CudaStore store(f.options, memory.stream());
+    REQUIRE(store.open() == 0);
+    append(store, f, memory, 0, 14);
+    const auto before = tokens(store);
+    {
+      const NoPinned none(failures, 0);
+      CHECK((offload(store, 0, both_pages) == Fit::ok) == (failures == 5));
+      std::vector<std::int64_t> wanted;
+      for (int i = 0; i < 6; ++i) wanted.push_back((all >> i) * frame);
+      CHECK(NoPinned::frames_asked() == wanted);
+    }
+    CHECK(tokens(store) == before);
+    store.check_invariants();
+    if (failures == 5) {  // 6 frames are there, and 4 are taken
+      CHECK(store.page_bytes(Tier::host) == 4 * frame);
+      CHECK(offload(store, 0, third) == Fit::ok);
+      CHECK(offload(store, 1, both_pages) == Fit::out_of_memory);
+      CHECK(store.page_bytes(Tier::host) == 6 * frame);
+    } else {
+      CHECK(store.page_bytes(Tier::host) == 0);
+      CHECK(offload(store, 0, both_pages) == Fit::ok);  // the next offload asks again
+      CHECK(store.page_bytes(Tier::host) == 4 * frame);
+    }
+    CHECK(tokens(store) == before);
+    store.check_invariants();
+  }
+}
+
+TEST_CASE("cuda cell: a failed pinned allocation fails the cell by name, and the same cell runs when there is memory") {
+  test::CellFixture cell(
+      load_model(*open_model("synthetic/tiny", "", "."), DType::bf16, "synthetic/tiny", Device::cuda),
+      test::policy_of("{freekv: {sinks: 8, window: 8, budget: {tokens: 32}}}", 8), {Metric::score});
+  cell.experiment.backend = "cuda";
+  cell.experiment.spill = "always";
+  cell.add(test::test_text(90, 512, 5), {}, 4);
+  {
+    const NoPinned none(1000, 0);
+    const results::CellResult result = cell.run();
+    CHECK(result.summary.status == "failed");
+    CHECK_THAT(result.summary.error, Catch::Contains("got no pinned memory for the pages on the host, wanted "));
+    CHECK(result.samples.empty());
+  }
+  const results::CellResult again = cell.run();
+  CHECK(again.summary.error == "");
+  CHECK(again.summary.status == "ok");
+}
+
+TEST_CASE("cuda cell: a host_memory that holds no page is refused before the run, one that runs full is its result") {
+  test::CellFixture cell(
+      load_model(*open_model("synthetic/tiny", "", "."), DType::bf16, "synthetic/tiny", Device::cuda),
+      test::policy_of("{freekv: {sinks: 8, window: 8, budget: {tokens: 32}}}", 8), {Metric::score});
+  cell.experiment.backend = "cuda";
+  cell.experiment.spill = "always";
+  cell.add(test::test_text(90, 512, 5), {}, 4);
+  cell.experiment.host_memory = 100;
+  CHECK_THROWS_WITH(check_cell(cell.input()), Catch::Contains("got host_memory of 100 bytes") &&
+                                                  Catch::Contains("a page of 8 tokens of one KV head"));
+  cell.experiment.host_memory = 10'000;
+  const results::CellResult result = cell.run();
+  CHECK(result.summary.status == "oom");
+  CHECK_THAT(result.summary.error, Catch::Contains("where host_memory allows 10000"));
+}
