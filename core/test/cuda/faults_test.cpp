@@ -8,9 +8,8 @@
 #include "base/backend.hpp"
 #include "cases/place.hpp"
 #include "model/bundled.hpp"
-#include "store/cuda_store.hpp"
 #include "support/cell_fixture.hpp"
-#include "support/store_fixture.hpp"
+#include "support/cuda_rows.hpp"
 
 using namespace kvlab;
 using cases::OnDevice;
@@ -50,26 +49,6 @@ class NoPinned {
   static inline std::size_t least_ = 0;
   static inline std::vector<std::int64_t> asked_;
 };
-
-void append(CudaStore& store, const StoreFixture& f, OnDevice& memory, int slot, int count) {
-  const Shape& s = store.shape();
-  const int first = store.position(slot);
-  for (int layer = 0; layer < s.layers; ++layer) {
-    std::vector<float> rows[2];
-    for (const int side : {0, 1})
-      for (int t = 0; t < count; ++t)
-        for (int h = 0; h < s.kv_heads; ++h) {
-          const auto row = f.row(side, layer, slot, h, first + t);
-          rows[side].insert(rows[side].end(), row.begin(), row.end());
-        }
-    OnDevice chunk;
-    REQUIRE(store.append(layer, slot, chunk.put(rows[0].data(), rows[0].size()),
-                         chunk.put(rows[1].data(), rows[1].size()), DType::f32, std::int64_t{s.kv_heads} * s.head_dim,
-                         count, first) == Fit::ok);
-    memory.synchronize();
-  }
-  store.advance(slot, count, false);
-}
 
 std::int64_t all_frames(const StoreOptions& o) {
   const Shape& s = o.shape;
@@ -117,7 +96,7 @@ TEST_CASE(
     CAPTURE(failures);
     CudaStore store(f.options, memory.stream());
     REQUIRE(store.open() == 0);
-    append(store, f, memory, 0, 14);
+    test::append_rows(store, f, memory, 0, 14);
     const auto before = tokens(store);
     {
       const NoPinned none(failures, 0);

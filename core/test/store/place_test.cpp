@@ -60,6 +60,54 @@ TEST_CASE("place moves what differs from the set before, and nothing else") {
   store.check_invariants();
 }
 
+// The same with no free frame left: another sequence takes all others. Page 9 then comes in the frame of page 2.
+TEST_CASE("place brings pages in the frames of those that leave where no other is free") {
+  Placed f;
+  f.options.shape.layers = 1;
+  const std::int64_t frame = frame_layout(f.options, {}).bytes;
+  f.options.device_limit = 24 * frame;
+  CpuStore store(f.options);
+  const int slot = store.open(), other = store.open();
+  REQUIRE(f.fill(store, slot, 46) == Fit::ok);
+  const auto before = test::stored_tokens(store, 0, slot, 0);
+  REQUIRE(place(store, slot, Lists(2, {2, 5}).pages(), {}).fit == Fit::ok);
+  REQUIRE(f.fill(store, other, 36) == Fit::ok);
+  REQUIRE(store.page_bytes(Tier::device) == f.options.device_limit);
+  const std::vector<std::int32_t> rows{slot};
+  const auto frame_of = [&](int head, int page) { return store.view(0, rows).entry(0, head, page).frame; };
+  const std::int32_t of_2[] = {frame_of(0, 2), frame_of(1, 2)}, of_5 = frame_of(1, 5);
+  REQUIRE(place(store, slot, Lists(2, {5, 9}).pages(), {}).fit == Fit::ok);
+  CHECK(pages_on(store, Tier::device, slot, 1) == Pages{5, 9, 11});
+  for (const int head : {0, 1}) CHECK(frame_of(head, 9) == of_2[head]);
+  CHECK(frame_of(1, 5) == of_5);
+  REQUIRE(place(store, slot, Lists(2, {0, 10}).pages(), {}).fit == Fit::ok);  // two come, two leave
+  CHECK(pages_on(store, Tier::device, slot, 0) == Pages{0, 10, 11});
+  CHECK(test::stored_tokens(store, 0, slot, 0) == before);
+  store.check_invariants();
+}
+
+TEST_CASE("a place edit of a sequence's deadline runs when its step has ended, behind the step's other edits") {
+  for (const bool decode : {false, true}) {
+    CAPTURE(decode);
+    Placed f;
+    f.options.pauses = true;
+    CpuStore store(f.options);
+    const int slot = store.open();
+    f.fill(store, slot, 20);
+    const auto all_there = pages_on(store, Tier::device, slot, 0);
+    place(store, slot, Lists(2, {1}).pages(), {.when = {Deadline::sequence}});
+    place(store, slot, Lists(2, {2}).pages(), {.when = {Deadline::next_step}});  // given later, and it runs first
+    CHECK(pages_on(store, Tier::device, slot, 0) == all_there);                  // none of them came early
+    CHECK(pages_on(store, Tier::host, slot, 0).empty());
+    f.fill(store, slot, 1, decode);
+    CHECK(pages_on(store, Tier::device, slot, 0) == Pages{1, 5});
+    CHECK(pages_on(store, Tier::host, slot, 1) == Pages{0, 1, 2, 3, 4});
+    f.fill(store, slot, 4, decode);
+    CHECK(pages_on(store, Tier::device, slot, 0) == Pages{1, 5, 6});  // once only
+    store.check_invariants();
+  }
+}
+
 TEST_CASE("place keeps pins and the newest page, and as many others as there is room for") {
   Placed f;
   CpuStore store(f.options);

@@ -1,0 +1,143 @@
+// Which frames a place edit takes on the GPU, also where none is free, and when edits of tokens to come take effect.
+#include <catch2/catch.hpp>
+#include <memory>
+#include <vector>
+
+#include "support/cuda_rows.hpp"
+
+using namespace kvlab;
+using cases::OnDevice;
+using test::Lists;
+using test::StoreFixture;
+
+namespace {
+
+using Pages = std::vector<std::int32_t>;
+
+// One layer of two KV heads in 24 frames of the device. Slot 0 has 46 tokens, 12 pages of each head. Its set becomes
+// {2, 5} and the newest page, 11. With `full` another sequence takes all frames that are free then.
+struct Scene : StoreFixture {
+  OnDevice memory;
+  std::unique_ptr<CudaStore> store;
+
+  explicit Scene(bool full) {
+    options.shape.layers = 1;
+    options.host_pages = true;
+    const std::int64_t frame = frame_layout(options, {}).bytes;
+    options.device_limit = 24 * frame;
+    store = std::make_unique<CudaStore>(options, memory.stream());
+    REQUIRE(store->open() == 0);
+    test::append_rows(*store, *this, memory, 0, 46);
+    place({2, 5}, true);
+    REQUIRE(device() == Pages{2, 5, 11});
+    if (full) {
+      REQUIRE(store->open() == 1);
+      test::append_rows(*store, *this, memory, 1, 36);
+      REQUIRE(store->page_bytes(Tier::device) == options.device_limit);
+    }
+  }
+  void place(const Pages& pages, bool reuse, Deadline when = {Deadline::this_attention}) {
+    Edits e(0);
+    e.place(memory.put(Lists(2, pages).pages()), {.reuse = reuse, .when = when});
+    REQUIRE(store->apply(e.all(), {0}).fit == Fit::ok);
+    store->settle();
+    store->check_invariants();
+  }
+  std::vector<PageEntry> entries() { return test::entries_of(*store, memory, 0, 0); }
+  std::int32_t frame(int head, int page) {
+    return entries()[static_cast<std::size_t>(head * store->shape().max_pages() + page)].frame;
+  }
+  Pages device() {
+    Pages out;
+    for (int page = 0; page < store->shape().max_pages(); ++page)
+      if (frame(1, page) != null_frame) out.push_back(page);
+    return out;
+  }
+  std::vector<test::StoredToken> tokens() { return test::stored_tokens(*store->copy_of(0), 0, 0, 1); }
+};
+
+}  // namespace
+
+// FlexiCache's card, hand test 3: page 9 comes in the frame of page 2, and 5 stays where it is.
+TEST_CASE("cuda store: a page that comes takes the frame of one that leaves, also with no free frame left") {
+  for (const bool full : {false, true})
+    for (const Deadline::Kind kind : {Deadline::this_attention, Deadline::next_attention}) {
+      CAPTURE(full, static_cast<int>(kind));
+      Scene s(full);
+      const auto before = s.tokens();
+      const std::int32_t of_2[] = {s.frame(0, 2), s.frame(1, 2)}, of_5 = s.frame(1, 5);
+      const std::int64_t written = s.store->ledger().moved_total(Tier::host),
+                         read = s.store->ledger().moved_total(Tier::device);
+      s.place({5, 9}, true, {kind});
+      CHECK(s.device() == Pages{5, 9, 11});
+      for (const int head : {0, 1}) CHECK(s.frame(head, 9) == of_2[head]);
+      CHECK(s.frame(1, 5) == of_5);
+      CHECK(s.store->ledger().moved_total(Tier::host) == written);
+      CHECK(s.store->ledger().moved_total(Tier::device) > read);
+      CHECK(s.tokens() == before);
+      s.place({0, 10}, true, {kind});  // two come, two leave
+      CHECK(s.device() == Pages{0, 10, 11});
+      CHECK(s.tokens() == before);
+      if (full) CHECK(s.store->page_bytes(Tier::device) == s.options.device_limit);
+    }
+}
+
+TEST_CASE(
+    "cuda store: without reuse a page that comes takes a frame of the pool, and the other's where there is none") {
+  for (const bool full : {false, true}) {
+    CAPTURE(full);
+    Scene s(full);
+    const auto before = s.tokens();
+    const std::int32_t of_2 = s.frame(1, 2);
+    s.place({5, 9}, false);
+    CHECK(s.device() == Pages{5, 9, 11});
+    CHECK((s.frame(1, 9) == of_2) == full);
+    CHECK(s.tokens() == before);
+    s.store->check_invariants();
+  }
+}
+
+// As on the CPU (core/test/store/edits_test.cpp).
+TEST_CASE("cuda store: an edit of n steps from now takes effect exactly then, from lists of its own, per row") {
+  StoreFixture f;
+  OnDevice memory;
+  CudaStore store(f.options, memory.stream());
+  const int a = store.open(), b = store.open();
+  const auto fill = [&](int slot, int count, bool decode = false) {
+    return test::append_rows(store, f, memory, slot, count, decode);
+  };
+  fill(a, 6);
+  fill(b, 6);
+  fill(b, 1, true);  // b's clock is ahead: rows wait on their own
+  std::vector<std::int32_t> index{2, 3, 4, 5}, count{1, 1, 1, 1};
+  TokenList list;
+  list.index = View<std::int32_t, 3>::dense(memory.put(index), {2, 2, 1});
+  list.count = View<std::int32_t, 2>::dense(memory.put(count), {2, 2});
+  Edits e;
+  e.evict(list, Deadline::in_steps(2));
+  REQUIRE(store.apply(e.all(), {a, b}).fit == Fit::ok);
+  memory.synchronize();
+  zero_memory(list.index.data, 4 * sizeof(std::int32_t), memory.stream());  // as a later callback may overwrite it
+  zero_memory(list.count.data, 4 * sizeof(std::int32_t), memory.stream());
+  CHECK(store.length(0, a, 0) == 6);
+  fill(a, 1, true);
+  CHECK(store.length(0, a, 0) == 7);
+  fill(a, 3);  // a prompt chunk is no decode step
+  CHECK(store.length(0, a, 0) == 10);
+  const std::int64_t fired = store.fired();
+  fill(a, 1, true);
+  CHECK(store.length(0, a, 0) == 10);
+  CHECK(store.fired() == fired + 1);
+  CHECK(store.positions(0, a, 0) == std::vector<std::int32_t>{0, 1, 3, 4, 5, 6, 7, 8, 9, 10});
+  CHECK(store.positions(0, a, 1)[3] == 4);
+  CHECK(store.length(1, a, 0) == 11);
+  CHECK(store.length(0, b, 0) == 7);
+  fill(b, 1, true);
+  CHECK(store.length(0, b, 0) == 8);
+  fill(b, 1, true);
+  CHECK(store.length(0, b, 0) == 8);
+  CHECK(store.positions(0, b, 0)[4] == 5);  // token 4 left
+  fill(b, 1, true);
+  CHECK(store.length(0, b, 0) == 9);  // the edit acts once
+  store.check_invariants();
+}
