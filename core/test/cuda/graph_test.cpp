@@ -11,6 +11,7 @@
 #include "ops/page/paged.hpp"
 #include "ops/select/allot.hpp"
 #include "support/cell_fixture.hpp"
+#include "support/evict_and_recall.hpp"
 #include "support/token_reader.hpp"
 
 using namespace kvlab;
@@ -30,6 +31,7 @@ struct Pair {
   EngineObserver nobody;
   Engine graphs, eager;
   int vocab = model->config.vocab;
+  std::vector<float> last;  // logits of the latest prompt or step
 
   // frames: of the device, for sequences that spill under pressure; 0 = enough for all, and they spill at once.
   static EngineOptions options(const PolicySpec& spec, int max_tokens, std::int64_t frames = 0) {
@@ -144,6 +146,7 @@ struct Pair {
               Fit::ok);
     }
     CHECK(logits[0] == logits[1]);
+    last = logits[0];
   }
   int count_ = 0;
 };
@@ -818,6 +821,151 @@ TEST_CASE("cuda engine: an edit for the end of a step comes neither earlier nor 
     }
     CHECK(p.graphs.replays() == 4);
   }
+}
+
+TEST_CASE("cuda engine: edits of select take effect before this attention, or right behind it") {
+  // The token in place 0 leaves, or all but 20 do, or places 0 and 10 change. Attention reads all tokens, or under
+  // `move` what lies in places 0 and 5, and the newest.
+  struct Editor final : Policy {
+    Edit::Verb verb;
+    bool edits_at_all, in_observe;
+    Deadline when;
+    TokenList list, read;
+    Editor(Edit::Verb v, bool all, bool observe, Deadline d)
+        : verb(v), edits_at_all(all), in_observe(observe), when(d) {}
+    Needs needs() const override { return Needs{}.capturable(true); }
+    static TokenList constant(const char* name, const std::vector<std::int32_t>& places, const Shape& s, Workspace& w) {
+      std::vector<std::int32_t> all;
+      for (int h = 0; h < s.kv_heads; ++h) all.insert(all.end(), places.begin(), places.end());
+      const std::vector<std::int32_t> counts(static_cast<std::size_t>(s.kv_heads), std::ssize(places));
+      const auto lasts = [&](const std::string& what, const std::vector<std::int32_t>& of) {
+        return static_cast<std::int32_t*>(
+            const_cast<void*>(w.constant(what.c_str(), of.data(), of.size() * sizeof of[0])));
+      };
+      TokenList out;
+      out.index = View<std::int32_t, 3>::dense(lasts(name, all), {1, s.kv_heads, std::ssize(places)});
+      out.count = View<std::int32_t, 2>::dense(lasts(std::string(name) + " counts", counts), {1, s.kv_heads});
+      return out;
+    }
+    void attach(const Shape& s, const BudgetAmount&, Workspace& w) override {
+      std::vector<std::int32_t> kept;
+      for (int place = 1; place <= 20; ++place) kept.push_back(place);
+      list = constant("list",
+                      verb == Edit::evict  ? std::vector{0}
+                      : verb == Edit::move ? std::vector{0, 10}
+                                           : kept,
+                      s, w);
+      read = constant("read", {0, 5}, s, w);
+    }
+    void edit(Edits& edits) const {
+      if (verb == Edit::evict) edits.evict(list, when);
+      if (verb == Edit::evict_rest) edits.evict_rest(list, when);
+      if (verb == Edit::move) edits.move(list, when);
+    }
+    void select(const LayerStep&, Edits& edits, Stream) override {
+      if (edits_at_all && !in_observe) edit(edits);
+      if (verb == Edit::move) edits.attend(read, {.last = 3});
+    }
+    void observe(const LayerStep&, Edits& edits, Stream) override {
+      if (edits_at_all && in_observe) edit(edits);
+    }
+  };
+  for (const Edit::Verb verb : {Edit::evict, Edit::evict_rest, Edit::move}) {
+    CAPTURE(static_cast<int>(verb));
+    const auto logits = [&](bool edits, bool in_observe, Deadline when) {
+      Pair p(test::full_spec(), [&] { return std::make_shared<Editor>(verb, edits, in_observe, when); });
+      const int a = p.open(30, 1);
+      test::Logits all;
+      for (int i = 0; i < 5; ++i) p.step({a}), all.push_back(p.last);
+      CHECK(p.graphs.replays() == 4);
+      return all;
+    };
+    const auto none = logits(false, false, {}), next = logits(true, false, {Deadline::next_attention}),
+               behind = logits(true, true, {Deadline::next_attention});
+    // A list of places does not go with tokens that change places before it is read, which the engine refuses.
+    if (verb != Edit::move) CHECK(logits(true, false, {Deadline::this_attention})[0] != none[0]);  // not later
+    CHECK(next[0] == none[0]);  // not earlier
+    CHECK(next[1] != none[1]);
+    CHECK(next == behind);
+  }
+}
+
+TEST_CASE("cuda engine: steps that encode pages are replayed") {
+  struct Encoder final : Policy {
+    Deadline when;
+    explicit Encoder(Deadline d) : when(d) {}
+    Needs needs() const override { return Needs{}.capturable(true); }
+    std::vector<CodecSpec> codecs() const override { return {CodecSpec{}, CodecSpec{{8}, {4}}}; }
+    void observe(const LayerStep& step, Edits& edits, Stream s) override {
+      const auto tokens = step.scratch<std::int32_t>("tokens", {step.rows(), step.kv_heads()});
+      ops::lengths(step.pages, tokens, s);
+      const auto old = step.list<PageList>("old", step.shape->max_pages());
+      ops::older_pages(tokens, nullptr, step.shape->page_size, 2, old, s);
+      edits.encode(old, 1, when);
+    }
+  };
+  for (const Deadline::Kind kind : {Deadline::next_attention, Deadline::next_step}) {
+    CAPTURE(static_cast<int>(kind));
+    Pair p(test::full_spec(), [&] { return std::make_shared<Encoder>(Deadline{kind}); });
+    const int a = p.open(30, 1), b = p.open(50, 2);
+    const std::int64_t plain = p.graphs.ledger().held(Tier::device)[static_cast<std::size_t>(Tag::codec_metadata)];
+    for (int i = 0; i < 20; ++i) p.step({a, b});  // past the ends of pages
+    for (int i = 0; i < 3; ++i) p.step({b});
+    CHECK(p.graphs.replays() == 19 + 2);
+    CHECK(p.graphs.fired() > 0);
+    for (int t = 0; t < tag_count; ++t)
+      if (static_cast<Tag>(t) != Tag::workspace && static_cast<Tag>(t) != Tag::tables)
+        CHECK(p.graphs.ledger().held(Tier::device)[static_cast<std::size_t>(t)] ==
+              p.eager.ledger().held(Tier::device)[static_cast<std::size_t>(t)]);
+    CHECK(p.graphs.ledger().held(Tier::device)[static_cast<std::size_t>(Tag::codec_metadata)] > plain);
+    p.graphs.store().check_invariants();
+  }
+}
+
+TEST_CASE("cuda engine: steps of policies that edit all layers at once, and of one that waits for its pages") {
+  for (const char* text :
+       {"{leankv: {window: 8, high_from: 1.2, low_from: 0.3}}",
+        "{name: kivi, policy: full, codec: {kivi4: {group: 8, residual: 8}}}",
+        "{flexicache: {unstable_heads: false, overlap: false, rerank_every: 4, budget: {tokens: 40}}}",
+        "{flexicache: {unstable_heads: false, overlap: false, rerank_every: 1, frame_reuse: false, "
+        "budget: {tokens: 40}}}"}) {
+    CAPTURE(text);
+    Pair p(test::policy_of(text, 8));
+    const int a = p.open(50, 1), b = p.open(70, 2);
+    for (int i = 0; i < 20; ++i) p.step({a, b});
+    for (int i = 0; i < 3; ++i) p.step({b});
+    CHECK(p.graphs.replays() == 19 + 2);
+    CHECK(p.eager.replays() == 0);
+    CHECK(p.graphs.fired() > 0);
+    for (const Tier tier : {Tier::device, Tier::host})
+      CHECK(p.graphs.store().page_bytes(tier) == p.eager.store().page_bytes(tier));
+    for (const int slot : {a, b})
+      for (const int layer : {0, 1})
+        CHECK(p.graphs.store().positions_by_place(layer, slot, 1) ==
+              p.eager.store().positions_by_place(layer, slot, 1));
+    p.graphs.store().check_invariants();
+  }
+}
+
+TEST_CASE("cuda engine: the example that evicts and recalls in every step is replayed") {
+  Pair p(test::full_spec(), [] { return std::make_shared<EvictAndRecall>(); });
+  const int a = p.open(40, 1), b = p.open(70, 2);
+  const std::int64_t read = p.graphs.ledger().moved_total(Tier::device);
+  for (int i = 0; i < 18; ++i) p.step({a, b});
+  for (int i = 0; i < 3; ++i) p.step({b});
+  CHECK(p.graphs.replays() == 17 + 2);
+  CHECK(p.graphs.fired() > 0);
+  CHECK(p.graphs.store().length(1, a, 1) == 40 + 18);
+  CHECK(p.graphs.store().length(1, b, 1) == 64);
+  CHECK(p.graphs.store().positions(0, b, 0).front() == 70 + 21 - 64);  // the oldest have left
+  for (const Tier tier : {Tier::device, Tier::host}) {
+    CHECK(p.graphs.store().page_bytes(tier) == p.eager.store().page_bytes(tier));
+    CHECK(p.graphs.ledger().moved_total(tier) == p.eager.ledger().moved_total(tier));
+  }
+  CHECK(p.graphs.ledger().moved_total(Tier::device) > read);
+  for (const int layer : {0, 1})
+    CHECK(p.graphs.store().positions_by_place(layer, b, 1) == p.eager.store().positions_by_place(layer, b, 1));
+  p.graphs.store().check_invariants();
 }
 
 TEST_CASE("cuda engine: a step whose edits may take more frames than are free runs without its graph") {
