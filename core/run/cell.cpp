@@ -9,6 +9,7 @@
 #include "base/log.hpp"
 #include "base/stream_memory.hpp"
 #include "engine/store_options.hpp"
+#include "plugin/budget_tokens.hpp"
 #include "result/warnings.hpp"
 #include "run/cannot_go_on.hpp"
 #include "run/equal_bytes.hpp"
@@ -50,6 +51,25 @@ void check_host_memory(const CellInput& in) {
   if (takes_host_tier(store) && (o.device == Device::cpu || cuda_backend())) check_host_tier(store);
 }
 
+// A policy refuses a number of tokens that its pins would fill. The same number as a share or in bytes is known for the
+// longest sequence alone, and shorter ones have less.
+void check_least_budget(const CellInput& in) {
+  EngineOptions o = engine_options(in, 1);
+  if (!in.policy().policy || (o.budget.kind != BudgetAmount::ratio && o.budget.kind != BudgetAmount::bytes)) return;
+  const auto policy = cell_policy(in);
+  const Needs needs = policy->needs();
+  const Shape shape = store_options(*in.model, *policy, o).shape;
+  const int tokens =
+      budget_tokens(o.budget, o.max_tokens, shape, page_bytes(shape, policy->codecs()[0], needs), needs.dense_layers());
+  o.budget = {BudgetAmount::tokens, static_cast<double>(tokens)};
+  try {
+    Engine::check(*in.model, *policy, o);
+  } catch (const Error& e) {
+    throw Error(e.code(), "the budget gives the longest sequence, of " + std::to_string(o.max_tokens) + " tokens, " +
+                              std::to_string(tokens) + ": " + e.message());
+  }
+}
+
 // K and V of the cell's longest sequence in the full cache.
 double full_bytes(const CellInput& in, std::int64_t tokens) {
   const ModelConfig& c = in.model->config;
@@ -86,6 +106,7 @@ void check_cell(const CellInput& given) {
   in.full_runs = full_runs_for(in, needs);
   Engine::check(*in.model, *cell_policy(in), engine_options(in, 1));
   check_host_memory(in);
+  check_least_budget(in);
   try {
     limited_options(in, 1);
   } catch (const NoRoom& e) {

@@ -466,3 +466,29 @@ TEST_CASE("a host_memory that holds no page is refused before the run, one that 
     CHECK(result.samples.empty());
   }
 }
+
+TEST_CASE("a share or bytes below sinks, window and a page are refused before the run, for the longest sequence") {
+  const auto check = [](const std::string& policy) {
+    Fixture f(test::policy_of(policy, 8));
+    f.add(f.text(90, 1), {}, 10);
+    f.add(f.text(20, 2), {}, 4);  // it would have less, and reads sinks and window in any case
+    check_cell(f.input());
+  };
+  const std::string freekv = "{freekv: {sinks: 8, window: 8, budget: {",
+                    flexicache = "{flexicache: {unstable_heads: false, budget: {",
+                    arkvale = "{arkvale: {sinks: 8, window: 8, dense_layers: 0, budget: {";
+  CHECK_THROWS_WITH(
+      check(freekv + "ratio: 0.23}}}"),
+      Catch::Contains("the budget gives the longest sequence, of 100 tokens, 23: got a budget of 23 tokens, "
+                      "wanted at least 24: sinks, window and a page"));
+  CHECK_NOTHROW(check(freekv + "ratio: 0.24}}}"));
+  CHECK_THROWS_WITH(check(flexicache + "ratio: 0.23}}}"),
+                    Catch::Contains("wanted at least 24: the newest ones and a page"));
+  CHECK_NOTHROW(check(flexicache + "ratio: 0.24}}}"));
+  CHECK_THROWS_WITH(check(arkvale + "ratio: 0.1}}}"),
+                    Catch::Contains("wanted at least") && Catch::Contains("sinks and window"));
+  for (const std::string& policy : {freekv, flexicache, arkvale}) {
+    CHECK_THROWS_WITH(check(policy + "bytes: 1KB}}}"), Catch::Contains("wanted at least "));
+    CHECK_NOTHROW(check(policy + "bytes: 1MB}}}"));
+  }
+}
