@@ -1,3 +1,4 @@
+#include "store/cpu_store.hpp"
 #include "support/on_text.hpp"
 
 using namespace kvlab;
@@ -8,14 +9,16 @@ namespace {
 constexpr int page = 8, prompt = 200, steps = 20, most_tokens = 96, sinks = 10, window = 14;
 constexpr std::size_t selected = (most_tokens - sinks - window) / page;
 
-// The best pages that hold neither a sink nor a token of the window.
-std::vector<int> best_pages(const OnText& run, int layer, int head, int position) {
+// The best pages that hold neither a sink nor a token of the window. scale: on page scores before the softmax.
+std::vector<int> best_pages(const OnText& run, int layer, int head, int position, double scale) {
   const auto& seen = run.layer(layer);
   const auto bounds = page_bounds(seen.queries, seen.keys, static_cast<std::size_t>(position), head, run.group(), page);
   const int first = (sinks + page - 1) / page, last = (position + 1 - window) / page;
   std::vector<double> score(static_cast<std::size_t>(last - first));
   for (const auto& of_query : bounds) {
-    const auto share = softmax({of_query.begin() + first, of_query.begin() + last});
+    std::vector<double> scaled(of_query.begin() + first, of_query.begin() + last);
+    for (double& x : scaled) x *= scale;
+    const auto share = softmax(scaled);
     for (std::size_t i = 0; i < score.size(); ++i) score[i] += share[i] / run.group();
   }
   std::vector<int> pages;
@@ -49,9 +52,11 @@ std::map<std::string, ParamValue> params(std::map<std::string, ParamValue> more)
 }  // namespace
 
 TEST_CASE("freekv reads on real text what a plain implementation reads, with and without its components") {
-  const auto [speculation, threshold] = GENERATE(std::pair{true, .7}, std::pair{true, -2.}, std::pair{false, .7});
-  CAPTURE(speculation, threshold);
-  auto given = params({{"speculation", speculation}});
+  // A quarter is 1/sqrt(16), the other scale of the authors' code for heads of so many dimensions.
+  const auto [speculation, threshold, scale] = GENERATE(std::tuple{true, .7, 1.}, std::tuple{true, -2., 1.},
+                                                        std::tuple{false, .7, 1.}, std::tuple{true, .7, .25});
+  CAPTURE(speculation, threshold, scale);
+  auto given = params({{"speculation", speculation}, {"scale", scale}});
   if (threshold < -1)
     given["correction"] = false;
   else
@@ -74,13 +79,14 @@ TEST_CASE("freekv reads on real text what a plain implementation reads, with and
         const bool flagged = step == 0 || cosine(run, layer, head, position) < threshold;
         const bool corrects = !speculation || (threshold >= -1 && flagged);
         (corrects ? turned : calm) += 1;
-        const auto wanted = with_pins(best_pages(run, layer, head, corrects ? position : position - 1), position);
+        const auto wanted =
+            with_pins(best_pages(run, layer, head, corrects ? position : position - 1, scale), position);
         const auto& got = read[static_cast<std::size_t>(head)];
         CHECK(std::set<int>(got.begin(), got.end()) == wanted);
         // After the step the pages of this step's query are there, for the next one.
         const auto device = run.pages_on(Tier::device, layer, head);
         CHECK(std::set<int>(device.begin(), device.end()) ==
-              with_pins(best_pages(run, layer, head, position), position));
+              with_pins(best_pages(run, layer, head, position, scale), position));
       }
   }
   if (speculation && threshold > 0) CHECK((turned > 20 && calm > 20));
@@ -97,4 +103,61 @@ TEST_CASE("freekv: a budget pays for sinks, window and selected pages") {
   const ops::PageCounts pages = ops::budget_pages(kv, [](int tokens) { return tokens - 512 - 512; });
   CHECK(pages.same == 32);
   CHECK_FALSE(pages.each);
+}
+
+// The method card's hand tests 2 and 3. A page's keys are all (a, b, 0, ...), and the queries of the group are the
+// first two unit vectors, so that a page scores a with one query and b with the other.
+TEST_CASE("freekv: pages of a group by the card's hand vectors, in both scales") {
+  struct Hand {
+    std::vector<std::pair<float, float>> pages;
+    GroupRule rule;
+    float scale;
+    std::vector<float> scores;
+    std::vector<std::int32_t> best;
+  };
+  const std::vector<std::pair<float, float>> second{{10, 0}, {9, 9.5f}, {0, 10.5f}}, third{{40, 0}, {20, 2}, {0, 3}};
+  const float of_128 = 1 / std::sqrt(128.f);
+  const Hand hands[] = {
+      {second, GroupRule::softmax_mean, 1, {.36553f, .26894f, .36554f}, {0, 2}},
+      {second, GroupRule::mean, 1, {5, 9.25f, 5.25f}, {1, 2}},
+      {second, GroupRule::max, 1, {10, 9.5f, 10.5f}, {0, 2}},
+      // By hand: logits (.8839, .7955, 0) and (0, .8397, .9281).
+      {second, GroupRule::softmax_mean, of_128, {.30033f, .39466f, .30502f}, {1, 2}},
+      {third, GroupRule::softmax_mean, 1, {.518f, .130f, .353f}, {0, 2}},
+      {third, GroupRule::mean, 1, {20, 11, 1.5f}, {0, 1}},
+      {third, GroupRule::max, 1, {40, 20, 3}, {0, 1}},
+  };
+  for (const Hand& hand : hands) {
+    CAPTURE(static_cast<int>(hand.rule), hand.scale, hand.pages[0].first);
+    StoreOptions o;
+    o.shape.layers = o.shape.kv_heads = o.shape.max_slots = 1;
+    o.shape.query_heads = 2, o.shape.head_dim = 8, o.shape.page_size = 4, o.shape.max_tokens = 16;
+    o.shape.dtype = DType::f32;
+    o.summary = Summary::min_max;
+    CpuStore store(o);
+    const int slot = store.open();
+    std::vector<float> k;
+    for (const auto& [a, b] : hand.pages)
+      for (int t = 0; t < 4; ++t) k.insert(k.end(), {a, b, 0, 0, 0, 0, 0, 0});
+    k.insert(k.end(), 8, 50.f);  // a token of the newest page, which is no candidate
+    REQUIRE(store.append(0, slot, k.data(), k.data(), 13, 0) == Fit::ok);
+    const std::vector<std::int32_t> rows{slot};
+    LayerKv kv;
+    kv.shape = &store.shape();
+    kv.pages = store.view(0, rows);
+    kv.summaries = store.summaries(0);
+    kv.workspace = &store.workspace();
+    kv.max_length = 13;
+    std::vector<float> q(16);
+    q[0] = q[9] = 1;
+    PageChoice choice;
+    choice.rule = hand.rule, choice.scale = hand.scale, choice.leave_out = {.last = 1};
+    const auto list = kv.list<PageList>("best", 4);
+    const Scores scores = ops::choose_pages(kv, View<const float, 3>::dense(q.data(), {1, 2, 8}), choice,
+                                            ops::PageCounts{.same = 2}, list, Stream::cpu());
+    for (int page = 0; page < 3; ++page)
+      CHECK(scores(0, 0, page) == Approx(hand.scores[static_cast<std::size_t>(page)]).margin(5e-4));
+    REQUIRE(list.count(0, 0) == 2);
+    CHECK(std::vector<std::int32_t>{list.index(0, 0, 0), list.index(0, 0, 1)} == hand.best);
+  }
 }
