@@ -2,7 +2,25 @@
 // others keep their best pages alone, and choose anew every R steps. FlexiCache, anonymous preprint 2025.
 #include <kvlab/plugin.hpp>
 
+#include <limits>
 #include <vector>
+
+namespace {
+
+// Which query makes a stable head's first choice.
+enum class FirstQuery : std::uint8_t { prompt, step };
+
+}  // namespace
+
+namespace kvlab {
+
+template <>
+struct Choices<FirstQuery> {
+  static constexpr std::pair<FirstQuery, const char*> all[] = {{FirstQuery::prompt, "prompt"},
+                                                               {FirstQuery::step, "step"}};
+};
+
+}  // namespace kvlab
 
 namespace {
 
@@ -19,6 +37,7 @@ class FlexiCache final : public kvlab::Policy {
         reuses_(p.get<bool>("frame_reuse")),
         overlaps_(p.get<bool>("overlap")),
         pauses_(overlaps_ && p.get<bool>("pause")),
+        by_prompt_(p.get<FirstQuery>("first_query") == FirstQuery::prompt),
         pins_{.last = p.get<bool>("keep_new") ? p.get<int>("rerank_every") : 0, .newest_page = true} {
     choice_.rule = p.get<kvlab::GroupRule>("group");
     choice_.scale = p.get<float>("scale");
@@ -47,18 +66,20 @@ class FlexiCache final : public kvlab::Policy {
     if (unstable_heads_) unstable_ = kvlab::HeadClass("unstable heads", shape, marks_, w);
   }
 
-  // Stable heads take their first pages by the prompt's last query. All their full pages are written down here.
+  // Stable heads take their first pages by the prompt's last query. All their full pages are written down here. With
+  // first_query: step both happen in the first decode step, before its attention; not in that of a later turn.
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
-    if (kv.layer < dense_ || !kv.last[0]) return;
+    if (kv.layer < dense_ || !kv.last[0] || (!by_prompt_ && kv.step[0] == 0)) return;
     choose(kv, kv.last_queries(), {}, s);
     place(kv, Heads{}, beside(), edits);
   }
 
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
     if (step.layer < dense_) return;
-    const Heads now = overlaps_ ? Heads::every(step.steps, 0) : due(step);
-    if (!overlaps_ || unstable_heads_) choose(step, step.queries, now.or_of(unstable_.of(step)), s);
-    if (!overlaps_) place(step, now, {kvlab::Deadline::this_attention}, edits);
+    const Heads now = overlaps_ || !reranks_ ? first(step) : due(step);
+    const bool places = !overlaps_ || !by_prompt_;
+    if (places || unstable_heads_) choose(step, step.queries, now.or_of(unstable_.of(step)), s);
+    if (places) place(step, now, {kvlab::Deadline::this_attention}, edits);
     edits.attend(chosen_.of(step), pins_);
   }
 
@@ -73,6 +94,11 @@ class FlexiCache final : public kvlab::Policy {
   // and attention reads them from the next step on.
   kvlab::Deadline beside() const { return {pauses_ ? kvlab::Deadline::sequence : kvlab::Deadline::next_attention}; }
 
+  // The heads whose first choice this step makes.
+  Heads first(const kvlab::LayerKv& kv) const {
+    return Heads::every(kv.steps, by_prompt_ ? 0 : std::numeric_limits<int>::max());
+  }
+
   Heads due(const kvlab::LayerKv& kv) const { return Heads::every(kv.steps, reranks_ ? period_ : 0); }
 
   void choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads, kvlab::Stream s) {
@@ -85,7 +111,7 @@ class FlexiCache final : public kvlab::Policy {
   }
 
   int dense_, bits_, period_;
-  bool reranks_, unstable_heads_, reuses_, overlaps_, pauses_, capturable_ = true;
+  bool reranks_, unstable_heads_, reuses_, overlaps_, pauses_, by_prompt_, capturable_ = true;
   kvlab::Pins pins_;
   kvlab::PageChoice choice_;
   std::vector<std::uint8_t> marks_;  // [layer, kv_head]
@@ -102,6 +128,8 @@ KVLAB_PLUGIN(
         .param("group", kvlab::GroupRule::max, "how a GQA group's page scores become one")
         .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
         .param("pause", false, "a sequence sits steps out until its pages are there; false: they come beside the step")
+        .param("first_query", FirstQuery::prompt,
+               "of stable heads' first choice: the prompt's last, or the first step's, which waits for its pages")
         .param("dense_layers", 0, 0, kvlab::any, "first layers that attend to everything")
         .param("summary_bits", 16, 8, 16, "of a number of a page's summary: 16, in the run's dtype, or 8, in codes")
         .component("reranking", "stable heads choose again while decoding; off = the prompt's choice stays")

@@ -28,10 +28,14 @@ std::set<int> with_new(std::vector<int> pages, int position, int tokens) {
 }  // namespace
 
 TEST_CASE("flexicache reads on real text what a plain implementation reads, and holds no more") {
-  const bool overlap = GENERATE(true, false);
-  CAPTURE(overlap);
-  OnText run(Role::policy, "flexicache", {{"rerank_every", std::int64_t{period}}, {"overlap", overlap}}, most_tokens,
-             prompt + steps, page, unstable);
+  // by_step: the first step's query makes the first choice, and the step waits for its pages.
+  const auto [overlap, by_step] = GENERATE(std::pair{true, false}, std::pair{false, false}, std::pair{true, true});
+  CAPTURE(overlap, by_step);
+  OnText run(Role::policy, "flexicache",
+             {{"rerank_every", std::int64_t{period}},
+              {"overlap", overlap},
+              {"first_query", std::string(by_step ? "step" : "prompt")}},
+             most_tokens, prompt + steps, page, unstable);
   run.prefill(prompt);
   const auto k = static_cast<std::size_t>((most_tokens - period) / page);
   std::map<std::pair<int, int>, std::vector<int>> chosen;
@@ -47,7 +51,7 @@ TEST_CASE("flexicache reads on real text what a plain implementation reads, and 
         const bool due = step % period == 0;
         auto& pages = chosen[{layer, head}];
         const auto choose = [&] { pages = best_pages(run, layer, head, position, k); };
-        if (unstable(layer, head) || (due && !overlap)) choose();
+        if (unstable(layer, head) || (due && !overlap) || (step == 0 && by_step)) choose();
         std::set<int> wanted = with_new(pages, position, period);
         const auto& read = run.layer(layer).read[static_cast<std::size_t>(step)][static_cast<std::size_t>(head)];
         CHECK(std::set<int>(read.begin(), read.end()) == wanted);
@@ -66,6 +70,43 @@ TEST_CASE("flexicache reads on real text what a plain implementation reads, and 
         CHECK(static_cast<int>(host.size()) >= (position + 1 - period) / page);
       }
   }
+}
+
+TEST_CASE("flexicache: without reranking the first choice stays, whichever query made it") {
+  for (const bool overlap : {true, false}) {
+    CAPTURE(overlap);
+    OnText run(Role::policy, "flexicache",
+               {{"rerank_every", std::int64_t{period}},
+                {"overlap", overlap},
+                {"reranking", false},
+                {"first_query", std::string("step")}},
+               most_tokens, prompt + steps, page, unstable);
+    run.prefill(prompt);
+    const auto all = static_cast<std::size_t>(prompt / page);
+    for (int head = 0; head < run.config().kv_heads; ++head) CHECK(run.pages_on(Tier::device, 1, head).size() == all);
+    for (int step = 0; step < 6; ++step) run.step();
+    for (int layer = 0; layer < run.config().layers; ++layer)
+      for (int head = 0; head < run.config().kv_heads; ++head) {
+        if (unstable(layer, head)) continue;
+        CAPTURE(layer, head);
+        const auto chosen =
+            best_pages(run, layer, head, prompt, static_cast<std::size_t>((most_tokens - period) / page));
+        const auto& read = run.layer(layer).read[5][static_cast<std::size_t>(head)];
+        CHECK(std::set<int>(read.begin(), read.end()) == with_new(chosen, prompt + 5, period));
+      }
+  }
+}
+
+TEST_CASE("flexicache refuses a budget below the newest tokens and a page") {
+  const auto with = [](bool keep_new, int tokens) {
+    OnText(Role::policy, "flexicache", {{"rerank_every", std::int64_t{period}}, {"keep_new", keep_new}}, tokens, 64,
+           page, unstable);
+  };
+  CHECK_THROWS_WITH(with(true, period + page - 1),
+                    Catch::Contains("got a budget of 11 tokens, wanted at least 12: the newest ones and a page"));
+  CHECK_NOTHROW(with(true, period + page));
+  CHECK_THROWS_WITH(with(false, page - 1), Catch::Contains("got a budget of 7 tokens, wanted at least 8"));
+  CHECK_NOTHROW(with(false, page));
 }
 
 // The method card's memory of a request, in the tags of the ledger. D dimensions, b bytes, n tokens, pages of p.
