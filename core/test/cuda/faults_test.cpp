@@ -2,12 +2,15 @@
 #include <catch2/catch.hpp>
 
 #include <kvlab/error.hpp>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "base/backend.hpp"
+#include "base/device_op.hpp"
 #include "cases/place.hpp"
 #include "model/bundled.hpp"
+#include "store/cuda_kernels.hpp"
 #include "support/cell_fixture.hpp"
 #include "support/cuda_rows.hpp"
 
@@ -17,6 +20,66 @@ using test::Lists;
 using test::StoreFixture;
 
 namespace {
+
+// Where the copies of place edits are given to: the step's stream, the one beside it, or that of reloads.
+enum class CopiesTo { in_step, beside };
+
+// While it lives, the copies of place edits given to a stream fail from the n-th on.
+class NoCopies {
+ public:
+  NoCopies(CopiesTo to, int n) : table_(require_cuda("a test")), failing_(copy, table_.announced) {
+    real_ = reinterpret_cast<decltype(real_)>(find_cuda_op(typeid(CudaOpKey<cuda_store::copy_placed>).name()));
+    to_ = to, left_ = n, failed_ = 0;
+    replace_cuda_backend(&table_);
+  }
+  ~NoCopies() { replace_cuda_backend(nullptr); }
+  NoCopies(const NoCopies&) = delete;
+  static int failed() { return failed_; }
+
+ private:
+  static void copy(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream) {
+    if (a.awaited == (to_ == CopiesTo::in_step) && --left_ < 0) {
+      ++failed_;
+      throw Error(Errc::device,
+                  "got cudaErrorIllegalAddress (an illegal memory access was encountered), wanted success",
+                  "CUDA copy_placed");
+    }
+    real_(s, a, stream);
+  }
+  CudaBackend table_;
+  OnCuda<cuda_store::copy_placed> failing_;
+  static inline void (*real_)(const CudaStoreLayer&, const CudaStorePlace&, Stream) = nullptr;
+  static inline CopiesTo to_ = CopiesTo::in_step;
+  static inline int left_ = 0, failed_ = 0;
+};
+
+// While it lives, waiting for a stream fails from the n-th time on, or launching a graph does.
+class NoStreams {
+ public:
+  NoStreams(bool launches, int n) : table_(require_cuda("a test")) {
+    real_ = &require_cuda("a test").runtime;
+    left_ = n, failed_ = 0;
+    if (launches)
+      table_.runtime.launch = [](void* graph, void* stream) { fail(), real_->launch(graph, stream); };
+    else
+      table_.runtime.synchronize = [](void* stream) { fail(), real_->synchronize(stream); };
+    replace_cuda_backend(&table_);
+  }
+  ~NoStreams() { replace_cuda_backend(nullptr); }
+  NoStreams(const NoStreams&) = delete;
+  static int failed() { return failed_; }
+
+ private:
+  static void fail() {
+    if (--left_ >= 0) return;
+    ++failed_;
+    throw Error(Errc::device, "got cudaErrorIllegalAddress (an illegal memory access was encountered), wanted success",
+                "CUDA");
+  }
+  CudaBackend table_;
+  static inline const CudaRuntime* real_ = nullptr;
+  static inline int left_ = 0, failed_ = 0;
+};
 
 // While it lives, the first `failures` requests for pinned memory of at least `least` bytes get none. It notes them
 // all.
@@ -155,4 +218,75 @@ TEST_CASE("cuda cell: a host_memory that holds no page is refused before the run
   const results::CellResult result = cell.run();
   CHECK(result.summary.status == "oom");
   CHECK_THAT(result.summary.error, Catch::Contains("where host_memory allows 10000"));
+}
+
+namespace {
+
+// Two prompts of different lengths in one batch, with all pages on the host from the start.
+struct Tiers : test::CellFixture {
+  explicit Tiers(const char* policy)
+      : CellFixture(load_model(*open_model("synthetic/tiny", "", "."), DType::bf16, "synthetic/tiny", Device::cuda),
+                    test::policy_of(policy, 8), {Metric::score}) {
+    experiment.backend = "cuda";
+    experiment.spill = "always";
+    experiment.batch = 2;
+    add(test::test_text(90, 512, 5), {}, 6);
+    add(test::test_text(61, 512, 7), {}, 6);
+  }
+  std::vector<std::string> answers() {
+    const results::CellResult result = run();
+    CHECK(result.summary.error == "");
+    std::vector<std::string> out;
+    for (const auto& sample : result.samples) out.push_back(sample.output);
+    return out;
+  }
+  void fails() {
+    const results::CellResult result = run();
+    CHECK(result.summary.status == "failed");
+    CHECK_THAT(result.summary.error, Catch::Contains("an illegal memory access was encountered"));
+    CHECK(result.samples.empty());
+  }
+};
+
+}  // namespace
+
+TEST_CASE("cuda cell: a transfer that fails ends its cell, on each stream, and the next cell finds nothing of it") {
+  struct Case {
+    const char* policy;
+    CopiesTo to;
+  };
+  for (const Case& c :
+       {Case{"{freekv: {sinks: 8, window: 8, dense_layers: 0, budget: {tokens: 32}}}", CopiesTo::in_step},
+        Case{"{freekv: {sinks: 8, window: 8, dense_layers: 0, budget: {tokens: 32}}}", CopiesTo::beside},
+        Case{"{flexicache: {unstable_heads: false, rerank_every: 2, pause: true, budget: {tokens: 24}}}",
+             CopiesTo::beside}}) {
+    CAPTURE(c.policy, static_cast<int>(c.to));
+    Tiers cell(c.policy);
+    const auto expected = cell.answers();
+    for (const int n : {0, 1, 2, 5}) {  // in prompts, in a step without a graph, and while one is captured
+      if (cases::quick() && n % 2 == 1) continue;
+      CAPTURE(n);
+      {
+        const NoCopies none(c.to, n);
+        cell.fails();
+        CHECK(NoCopies::failed() > 0);
+      }
+      CHECK(cell.answers() == expected);
+    }
+  }
+}
+
+TEST_CASE("cuda cell: a stream or a graph that fails ends its cell, and the next cell finds nothing of it") {
+  Tiers cell("{freekv: {sinks: 8, window: 8, dense_layers: 0, budget: {tokens: 32}}}");
+  const auto expected = cell.answers();
+  for (const auto& [launches, n] : {std::pair{true, 0}, {true, 3}, {false, 0}, {false, 5}, {false, 20}, {false, 40}}) {
+    if (cases::quick() && (n == 3 || n == 5 || n == 20)) continue;
+    CAPTURE(launches, n);
+    {
+      const NoStreams none(launches, n);
+      cell.fails();
+      CHECK(NoStreams::failed() > 0);
+    }
+    CHECK(cell.answers() == expected);
+  }
 }
