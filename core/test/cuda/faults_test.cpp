@@ -279,8 +279,7 @@ TEST_CASE("cuda cell: a transfer that fails ends its cell, on each stream, and t
 TEST_CASE("cuda cell: a stream or a graph that fails ends its cell, and the next cell finds nothing of it") {
   Tiers cell("{freekv: {sinks: 8, window: 8, dense_layers: 0, budget: {tokens: 32}}}");
   const auto expected = cell.answers();
-  for (const auto& [launches, n] : {std::pair{true, 0}, {true, 3}, {false, 0}, {false, 5}, {false, 20}, {false, 40}}) {
-    if (cases::quick() && (n == 3 || n == 5 || n == 20)) continue;
+  for (const auto& [launches, n] : {std::pair{true, 0}, {true, 1}, {false, 0}}) {
     CAPTURE(launches, n);
     {
       const NoStreams none(launches, n);
