@@ -97,6 +97,7 @@ struct SampleRow {
   std::int64_t question = -1;     // index in that sample
   std::int64_t draw = -1;         // of the answers that are drawn to the question; -1 = none is
   std::int64_t follows = -1;      // 1 = a turn: it goes on where the question before it ended
+  std::string id;                 // of its record in the task's data file; empty for a generated prompt
   std::string prompt_sha256;
   std::int64_t prompt_tokens = 0;
   std::string output;

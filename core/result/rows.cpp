@@ -130,6 +130,7 @@ const std::vector<Field<SampleRow>>& fields(const SampleRow*) {
       {"follows", &R::follows, "1 = a turn", false, true},
       {"pauses", &R::pauses, "steps", false, true},
       {"draw", &R::draw, "", false, true},
+      {"id", &R::id, "", false, true},
   };
   return list;
 }

@@ -71,12 +71,6 @@ const Record& record_of(const Item& item) {
 
 std::int64_t fed_tokens(const Item& item) { return static_cast<std::int64_t>(item.prompt.size() + item.fed.size()); }
 
-// The record's name in its data file, where it has one: ", id NAME".
-std::string id_of(const Item& item) {
-  const auto found = record_of(item).find("id");
-  return found == record_of(item).end() || found->second.empty() ? "" : ", id " + found->second.front();
-}
-
 // Every answer would match an empty reference.
 void check_references(const std::vector<std::string>& references, const std::string& where) {
   for (const std::string& r : references)
@@ -121,6 +115,11 @@ void check_metric(const TaskItems& out, const Item& item, const PluginCatalog& c
 int Item::most_tokens() const {
   const std::size_t answer = forced.empty() ? static_cast<std::size_t>(max_new) : forced.size();
   return static_cast<int>(prompt.size() + fed.size() + answer) + before;
+}
+
+std::string Item::id() const {
+  const auto found = record_of(*this).find("id");
+  return found == record_of(*this).end() || found->second.empty() ? "" : found->second.front();
 }
 
 double TaskItems::score(const Item& item, const std::string& answer) const {
@@ -209,7 +208,8 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
         throw Error(Errc::config,
                     "got " + std::to_string(most) + " tokens of prompt and answer, wanted at most " +
                         std::to_string(config.context) + ", the model's context",
-                    spec.where + data_of(spec) + ": sample " + std::to_string(i) + id_of(item));
+                    spec.where + data_of(spec) + ": sample " + std::to_string(i) +
+                        (item.id().empty() ? "" : ", id " + item.id()));
       prompt_tokens += fed_tokens(item);
       check_amount(out.samples, i + 1, prompt_tokens, spec.where);
       const auto add = [&](const std::vector<int>& tokens) {

@@ -30,6 +30,7 @@ struct Item {
   std::string sha256;                    // of prompt and fed tokens of the conversation so far, little-endian i32
 
   int most_tokens() const;  // of the conversation to this answer's end
+  std::string id() const;   // the record's field "id"; empty without one
 };
 
 struct TaskItems {

@@ -118,6 +118,7 @@ results::SampleRow sample_row(const Item& item, std::int64_t number) {
   s.draw = item.draw;
   s.follows = item.follows;
   s.prompt_sha256 = item.sha256;
+  s.id = item.id();
   return s;
 }
 

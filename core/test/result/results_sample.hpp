@@ -72,6 +72,7 @@ inline CellResult sample_cell(const std::string& id, int n = 0) {
   c.samples[0].sample = 0;
   c.samples[0].task_sample = c.samples[0].question = c.samples[0].follows = 0;
   c.samples[0].prompt_sha256 = std::string(64, 'a');
+  c.samples[0].id = "r-7";
   c.samples[0].prompt_tokens = 2000;
   c.samples[0].output = "naïve 🙂 \"quoted\",\n\ttab";
   c.samples[0].output_tokens = 3;
