@@ -56,7 +56,7 @@ TEST_CASE("adakv: both kinds of floor by hand") {
 TEST_CASE("adakv with a minimum keeps on real text what a plain implementation keeps") {
   constexpr int prompt = 120, budget = 30;
   constexpr double floor = 0.4;
-  OnText run(Role::scorer, "knorm", {}, budget, prompt + 2, 16, {},
+  OnText run(Role::scorer, "knorm", {}, budget, prompt + 2, 16, OnText::MakeProfile(),
              OnText::Split{"adakv", {{"floor", floor}, {"floor_is", std::string("minimum")}}});
   run.prefill(prompt);
   const int heads = run.config().kv_heads, safe = static_cast<int>(std::trunc(budget * floor));

@@ -82,7 +82,7 @@ TEST_CASE("cake_layers with cake keeps on real text what a plain implementation 
   for (const int every : {0, 1}) {
     OnText run(Role::scorer, "cake",
                {{"window", std::int64_t{window}}, {"clustering", false}, {"every", std::int64_t{every}}}, budget,
-               prompt + 8, 16, {},
+               prompt + 8, 16, OnText::MakeProfile(),
                OnText::Split{"cake_layers", {{"window", std::int64_t{window}}, {"tau1", 1.6}, {"tau2", .8}}});
     run.prefill(prompt);
     const int layers = run.config().layers, heads = run.config().kv_heads, older = prompt - window;

@@ -55,7 +55,7 @@ TEST_CASE("zigzagkv with snapkv keeps on real text what a plain implementation k
   constexpr int prompt = 150, budget = 40, window = 8;
   for (const bool each_head : {false, true}) {
     OnText run(Role::scorer, "snapkv", {{"window", std::int64_t{window}}, {"clustering", false}}, budget, prompt + 4,
-               16, {}, OnText::Split{"zigzagkv", {{"each_head", each_head}, {"mass", .8}}});
+               16, OnText::MakeProfile(), OnText::Split{"zigzagkv", {{"each_head", each_head}, {"mass", .8}}});
     run.prefill(prompt);
     const int layers = run.config().layers, heads = run.config().kv_heads;
     std::vector<std::vector<double>> votes;  // [layer, head]

@@ -884,7 +884,7 @@ TEST_CASE("cuda engine: edits of select take effect before this attention, or ri
                behind = logits(true, true, {Deadline::next_attention});
     // A list of places does not go with tokens that change places before it is read, which the engine refuses.
     if (verb != Edit::move) CHECK(logits(true, false, {Deadline::this_attention})[0] != none[0]);  // not later
-    CHECK(next[0] == none[0]);  // not earlier
+    CHECK(next[0] == none[0]);                                                                     // not earlier
     CHECK(next[1] != none[1]);
     CHECK(next == behind);
   }
