@@ -84,7 +84,7 @@ class FidelityPass {
   void run() {
     std::vector<std::size_t> numbers;  // the full cache's answer is the same for all draws of a question
     for (std::size_t i = 0; i < items_.size(); ++i)
-      if (items_[i].draw == 0) numbers.push_back(i);
+      if (items_[i].draw <= 0) numbers.push_back(i);
     const auto rows = static_cast<std::size_t>(options_.slots);
     for (std::span<const std::size_t> left = numbers; !left.empty();) {
       const std::size_t n = std::min(left.size(), rows);

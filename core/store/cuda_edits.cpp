@@ -211,6 +211,8 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
     if (options_.copy_by_host) place_waiting();
     return {Fit::ok, -1};
   }
+  RopeTable rope = options_.rope_table;
+  rope.inv_freq = inv_freq_.as<float>();  // on the device
   if (e.when.kind == Deadline::this_attention) {
     jobs_of(lane_of_stream);
     a.awaited = true;
@@ -222,7 +224,7 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
     }
     only_on_cuda<cuda_store::copy_placed>(l, a, side_->begin());
     side_->end(SideStream::no_lane);
-    only_on_cuda<cuda_store::rebuild_placed>(l, a, options_.rope_table, stream_);
+    only_on_cuda<cuda_store::rebuild_placed>(l, a, rope, stream_);
     side_->join();
     return {Fit::ok, -1};
   }
@@ -232,7 +234,7 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
   if (options_.copy_by_host) copy_placed_by_host(l, a, stream_);
   only_on_cuda<cuda_store::copy_placed>(l, a, side_->begin());
   side_->end(lane);
-  if (a.keys) only_on_cuda<cuda_store::rebuild_placed>(l, a, options_.rope_table, stream_);
+  if (a.keys) only_on_cuda<cuda_store::rebuild_placed>(l, a, rope, stream_);
   return {Fit::ok, -1};
 }
 

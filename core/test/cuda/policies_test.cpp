@@ -68,8 +68,8 @@ bool left_out(const Subject& s) {
 // Numbers that bf16 rounds otherwise make these read other tokens. They choose a share of the weights, clusters above a
 // threshold, tokens that are drawn by the size of their values, keys whose hashes collide, or guessed scores.
 bool reads_by_rounded_numbers(const Subject& s) {
-  return s.label == "twilight" || s.label == "squeezed_attention" || s.label == "subgen" || s.label == "magicpig" ||
-         s.label == "infinigen" || s.spec.pruner;
+  return s.label.starts_with("twilight") || s.label == "squeezed_attention" || s.label == "subgen" ||
+         s.label == "magicpig" || s.label == "infinigen" || s.spec.pruner;
 }
 
 // How far apart the devices' logits may be. What they round differently may be another code, of a coarser step where
