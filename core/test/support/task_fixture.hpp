@@ -21,14 +21,14 @@
 
 namespace kvlab::test {
 
-// A bundle of files leaves out GPT-2's, which is large. There the bundled model's stands in for it.
+// A bundle of files leaves them out, which are large. There the bundled model's stands in for each.
 inline std::shared_ptr<const Tokenizer> test_vocabulary(const std::string& name) {
   static std::map<std::string, std::shared_ptr<const Tokenizer>> known;
   auto& t = known[name];
   if (t) return t;
   const auto file = source_root() / ("core/test/data/vocab/ggml-vocab-" + name + ".gguf");
-  const bool stands_in = name == "gpt-2" && !std::filesystem::exists(file);
-  t = stands_in ? open_model("bundled/recall", "", ".")->tokenizer() : tokenizer_from_gguf(GgufFile(file));
+  t = std::filesystem::exists(file) ? tokenizer_from_gguf(GgufFile(file))
+                                    : open_model("bundled/recall", "", ".")->tokenizer();
   return t;
 }
 
