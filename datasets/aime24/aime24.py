@@ -27,4 +27,4 @@ SET = DataSet(
     prompt_source=MATH500.prompt_source,
     wanted=f"one of {', '.join(NAMES)}, an object a record with id, problem, answer and perhaps url",
     tasks={"aime24": dataclasses.replace(MATH500.tasks["math500"], files=NAMES)},
-    read=read, note="FreeKV takes 8 answers each at temperature 0.6; kvlab's are greedy. 025 and 25 are the same answer.")
+    read=read, note="FreeKV draws 8 answers each at temperature 0.6: the key sampling does so. 025 and 25 are the same answer.")

@@ -32,5 +32,5 @@ SET = DataSet(
     prompt_source="the zero-shot prompt of github.com/idavidrein/gpqa (MIT)",
     wanted=f"gpqa_main.csv, gpqa_diamond.csv or gpqa_extended.csv with the columns Question, {', '.join(COLUMNS)}",
     tasks={name: task_of(name) for name in ("gpqa_main", "gpqa_diamond", "gpqa_extended")}, read=read,
-    note="FreeKV takes 50 questions (limit: 50, shuffle: true), at temperature 0.6, 8 answers each; kvlab's are greedy.",
+    note="FreeKV takes 50 questions (limit: 50, shuffle: true) and draws 8 answers each at temperature 0.6: the key sampling does so.",
     sample="no sample, as its authors ask")

@@ -51,4 +51,4 @@ SET = DataSet(
     wanted="Dataset_short.json or Dataset_long.json, an array of objects with prompt, prefix, type, number, checks_once, "
            "checks_range and checks_periodic", tasks=TASKS, read=read,
     note="`demands` looks for the demand's text in its entry, in place of the published judge. The published run feeds the "
-         "prompt without a chat template, at temperature 0.95; kvlab's answers are greedy.")
+         "prompt without a chat template and draws answers at temperature 0.95: the key sampling does so.")

@@ -23,5 +23,5 @@ SET = DataSet(
     wanted="test.jsonl, an object a line with problem, answer, subject, level and perhaps unique_id",
     tasks={"math500": Task(prompt="{input}" + BOXED, metric="boxed", max_new_tokens=16384,
                            files=FILES)},
-    read=read, note="FreeKV takes 50 problems (limit: 50, shuffle: true), at temperature 0.6, 8 answers each; kvlab's are greedy.",
+    read=read, note="FreeKV takes 50 problems (limit: 50, shuffle: true) and draws 8 answers each at temperature 0.6: the key sampling does so.",
     sample="sample/, 4 problems (MIT)")

@@ -94,9 +94,11 @@ class Lister final : public Policy {
 
 // What the steps of a run read.
 struct Reads final : EngineObserver {
-  std::vector<int> pages, tokens, moved;  // of layers 0 and 1, KV head 0; pages on the device in layer 1
+  std::vector<int> pages, tokens;  // of layers 0 and 1, KV head 0
+  std::int64_t to_host = 0;        // bytes
   void prompt(const PromptLayer&, const Store&) override {}
-  void attended(const DecodeLayer& l, const Store&) override {
+  void attended(const DecodeLayer& l, const Store& store) override {
+    to_host = store.ledger().moved_total(Tier::host);
     const auto take = [](const IndexList& list, std::vector<int>& to) {
       to.clear();
       for (int i = 0; i < list.count(0, 0); ++i) to.push_back(list.index(0, 0, i));
@@ -168,12 +170,13 @@ TEST_CASE("a pruner gets pages or tokens, and its list takes their place") {
 
 TEST_CASE("a pruner leaves the first method's other edits as they are") {
   Told told;
-  run(lister(false, {},
-             [](const LayerStep&, Edits& edits, const PageList& list) {
-               edits.place(list, {.room = 2, .when = {Deadline::this_attention}});
-             }),
-      told);
+  const Reads reads = run(lister(false, {},
+                                 [](const LayerStep&, Edits& edits, const PageList& list) {
+                                   edits.place(list, {.room = 2, .when = {Deadline::this_attention}});
+                                 }),
+                          told);
   CHECK(told.pages == 2);
+  CHECK(reads.to_host > 0);
 }
 
 TEST_CASE("a pruner is refused beside what moves tokens or changes attention") {
