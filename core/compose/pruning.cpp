@@ -40,7 +40,7 @@ class PrunedPolicy final : public ForwardingPolicy {
       : ForwardingPolicy(std::move(first)), pruner_(std::move(pruner)), how_(std::move(how)) {
     dense_layers_ = pruner_->needs().dense_layers();
     const Needs n = needs();
-    if (n.functional()) refuse("rewrites keys or values");
+    if (n.functional() || n.rebuilds_keys()) refuse("rewrites keys or values");
     if (n.archive()) refuse("fetches tokens to the places of others");
     if (n.rope() != RopeRegime::original) refuse("turns its keys by their places");
   }
@@ -146,7 +146,8 @@ class PrunedPolicy final : public ForwardingPolicy {
                           .reuse = e.reuse,
                           .when = e.when,
                           .rooms = e.rooms,
-                          .order = e.order});
+                          .order = e.order,
+                          .keys = e.keys});
     else if (e.verb == Edit::offload)
       edits.offload(pages, e.when);
     else if (e.verb == Edit::drop)

@@ -43,6 +43,7 @@ Needs with_second_stage(Needs first, const Needs& second, Role role, const std::
                                     {"next_queries", second.next_queries()},
                                     {"finish_prompt", second.finish_prompt()},
                                     {"functional", second.functional()},
+                                    {"rebuilds_keys", second.rebuilds_keys()},
                                     {"prompt_lse", second.prompt_lse()},
                                     {"host_pages", second.host_pages()},
                                     {"archive", second.archive()},

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <kvlab/error.hpp>
+#include <limits>
 #include <new>
 
 #include "base/backend.hpp"
@@ -61,6 +62,7 @@ void check_least_budget(const CellInput& in) {
   const Shape shape = store_options(*in.model, *policy, o).shape;
   const int tokens =
       budget_tokens(o.budget, o.max_tokens, shape, page_bytes(shape, policy->codecs()[0], needs), needs.dense_layers());
+  if (tokens == std::numeric_limits<int>::max()) return;  // everything
   o.budget = {BudgetAmount::tokens, static_cast<double>(tokens)};
   try {
     Engine::check(*in.model, *policy, o);

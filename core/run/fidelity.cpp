@@ -85,6 +85,7 @@ class FidelityPass {
     std::vector<std::size_t> numbers;  // the full cache's answer is the same for all draws of a question
     for (std::size_t i = 0; i < items_.size(); ++i)
       if (items_[i].draw <= 0) numbers.push_back(i);
+    compared_ = numbers.size();
     const auto rows = static_cast<std::size_t>(options_.slots);
     for (std::span<const std::size_t> left = numbers; !left.empty();) {
       const std::size_t n = std::min(left.size(), rows);
@@ -99,7 +100,9 @@ class FidelityPass {
     const bool gpu = device_of(*in.experiment) == Device::cuda;
     int slots = 1;
     if (gpu) {
-      const int want = std::min<int>(in.experiment->batch, static_cast<int>(in.items->items.size()));
+      const auto conversations = std::ranges::count_if(
+          in.items->items, [](const Item& item) { return !item.follows && item.draw <= 0; });  // as in the plain pass
+      const int want = std::min(in.experiment->batch, static_cast<int>(conversations));
       slots = Shadow::most_slots(*in.model, in.policy().page_size, engine_options(in, 1).max_tokens, want);
     }
     EngineOptions o = limited_options(in, slots);
@@ -123,7 +126,7 @@ class FidelityPass {
     const auto leave = [&](Row* row) {
       if (!row->ended()) return false;
       engine_.close(row->slot);
-      if (in_.progress) in_.progress("fidelity", static_cast<int>(++ended_), static_cast<int>(items_.size()));
+      if (in_.progress) in_.progress("fidelity", static_cast<int>(++ended_), static_cast<int>(compared_));
       return true;
     };
     for (std::erase_if(active, leave); !active.empty(); std::erase_if(active, leave)) step(active);
@@ -262,7 +265,7 @@ class FidelityPass {
   EngineOptions options_;
   Engine engine_;
   Shadow shadow_;
-  std::size_t vocab_, layers_, ended_ = 0;
+  std::size_t vocab_, layers_, compared_ = 0, ended_ = 0;
   std::vector<float> logits_, full_;    // [row, vocab]
   std::vector<int> history_;            // the conversation after its prompt, with the full cache's answers
   std::vector<Sequence::Asked> asked_;  // of the conversation

@@ -8,6 +8,7 @@
 
 #include "base/backend.hpp"
 #include "base/finite.hpp"
+#include "base/over_rows.hpp"
 #include "ops/attend/attend.hpp"
 #include "ops/attend/unread_mass.hpp"
 #include "ops/page/paged.hpp"
@@ -68,8 +69,8 @@ Shadow::Shadow(const Model& model, int page_size, int max_tokens, Where where)
 int Shadow::most_slots(const Model& model, int page_size, int max_tokens, int want) {
   StoreOptions o = shadow_options(model, page_size, max_tokens, 1);
   o.shape.dtype = model.dtype;
-  const std::int64_t fit = free_bytes() / std::max<std::int64_t>(1, sequence_bytes(o)) - 1;
-  return static_cast<int>(std::clamp<std::int64_t>(fit / 3, 1, std::max(1, want)));
+  const std::int64_t fit = free_bytes() / std::max<std::int64_t>(1, sequence_bytes(o)) / 4;
+  return static_cast<int>(std::clamp<std::int64_t>(fit, 1, std::max(1, want)));
 }
 
 void Shadow::reset(int slot) {
@@ -231,9 +232,10 @@ void Shadow::compare_step(Stream s) {
   copy_memory(host_.data(), figures_.as<>(), host_.size(), s);
   synchronize(s);
   compared_.assign(static_cast<std::size_t>(layers * rows), {});
-#pragma omp parallel for schedule(static)
-  for (int i = 0; i < layers * rows; ++i)
-    compared_[static_cast<std::size_t>(i)] = compare(host_.data() + at.bytes() * (i / rows), at, i % rows);
+  over_rows(layers * rows, [&](std::int64_t i) {
+    compared_[static_cast<std::size_t>(i)] =
+        compare(host_.data() + at.bytes() * (i / rows), at, static_cast<int>(i % rows));
+  });
   for (int r = 0; r < rows; ++r) {
     Slot& slot = slots_[static_cast<std::size_t>(of_rows_[static_cast<std::size_t>(r)])];
     for (int layer = 0; slot.skipped == 0 && layer < layers; ++layer) {

@@ -24,7 +24,8 @@ class Shadow final : public EngineObserver {
   Shadow(const Model& model, int page_size, int max_tokens, Where where);
   Shadow(const Model& model, int page_size, int max_tokens) : Shadow(model, page_size, max_tokens, Where{}) {}
 
-  // How many sequences, at most `want` and at least one, a GPU's free memory holds whole three times and once more.
+  // How many sequences, at most `want` and at least one, a GPU's free memory holds whole four times: the policy's and
+  // the copy, each at most, the full cache's own run, and scratch.
   static int most_slots(const Model& model, int page_size, int max_tokens, int want);
 
   // Forgets the slot's sequence. A new one starts at position 0.

@@ -213,6 +213,8 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
   }
   RopeTable rope = options_.rope_table;
   rope.inv_freq = inv_freq_.as<float>();  // on the device
+  // Keys are made in this stream, in frames that copies under way may still read.
+  if (a.keys && side_->busy()) side_->join();
   if (e.when.kind == Deadline::this_attention) {
     jobs_of(lane_of_stream);
     a.awaited = true;

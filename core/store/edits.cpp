@@ -5,6 +5,7 @@
 #include <cstring>
 #include <span>
 
+#include "base/over_rows.hpp"
 #include "ops/page/packed.hpp"
 #include "ops/page/paged.hpp"
 #include "ops/score/key_factors.hpp"
@@ -323,9 +324,8 @@ bool CpuStore::comes_without_keys(const Edit& e, int slot, int head, int page) c
 }
 
 void CpuStore::rebuild_pages(const Edit& e, int slot, int head, const std::vector<int>& pages) {
-  const int p = options_.shape.page_size, dim = options_.shape.head_dim, count = static_cast<int>(pages.size());
-#pragma omp parallel for schedule(dynamic)
-  for (int i = 0; i < count; ++i) {
+  const int p = options_.shape.page_size, dim = options_.shape.head_dim;
+  over_rows(static_cast<std::int64_t>(pages.size()), [&](std::int64_t i) {
     const Place to = place(e.layer, slot, head, pages[static_cast<std::size_t>(i)] * p);
     std::vector<float> keys(static_cast<std::size_t>(p * dim));
     ops::rebuild_keys(*e.keys, slot, head, pages[static_cast<std::size_t>(i)] * p, p,
@@ -333,7 +333,7 @@ void CpuStore::rebuild_pages(const Edit& e, int slot, int head, const std::vecto
                       keys.data(), dim);
     for (int t = 0; t < p; ++t)
       ops::write_row(to.frame, *to.layout, KvSide::key, t, &keys[static_cast<std::size_t>(t * dim)]);
-  }
+  });
 }
 
 Fit CpuStore::recall_layer(int layer, int slot) {

@@ -155,8 +155,7 @@ TEST_CASE("freekv: pages of a group by the card's hand vectors, in both scales")
     const auto list = kv.list<PageList>("best", 4);
     const Scores scores = ops::choose_pages(kv, View<const float, 3>::dense(q.data(), {1, 2, 8}), choice,
                                             ops::PageCounts{.same = 2}, list, Stream::cpu());
-    for (int page = 0; page < 3; ++page)
-      CHECK(scores(0, 0, page) == Approx(hand.scores[static_cast<std::size_t>(page)]).margin(5e-4));
+    for (int p = 0; p < 3; ++p) CHECK(scores(0, 0, p) == Approx(hand.scores[static_cast<std::size_t>(p)]).margin(5e-4));
     REQUIRE(list.count(0, 0) == 2);
     CHECK(std::vector<std::int32_t>{list.index(0, 0, 0), list.index(0, 0, 1)} == hand.best);
   }

@@ -34,7 +34,7 @@ class ShadowKv final : public kvlab::Policy {
   kvlab::Needs needs() const override {
     return kvlab::Needs{}
         .functional(!offloads_)
-        .rebuilds_keys(offloads_)
+        .rebuilds_keys(offloads_ && factorises_)
         .host_pages(offloads_)
         .finish_prompt(factorises_ || offloads_)
         .capturable(true)

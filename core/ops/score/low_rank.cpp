@@ -11,6 +11,7 @@
 
 #include "base/device_op.hpp"
 #include "base/half.hpp"
+#include "base/over_rows.hpp"
 #include "base/per_thread.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/extents.hpp"
@@ -241,9 +242,10 @@ void factor(const Joint& x, const RankDirections& d, int layer, const KeyFactors
       turned[i * count + q] = y;
       put_number(basis, f.dtype, static_cast<std::int64_t>(q * w + i), y);
     }
+  PerThread<double> room(w + count);
 #pragma omp parallel if (worth_threads(std::int64_t{x.tokens} * x.width))
   {
-    Numbers of(w), along(count);
+    const auto of = room.own().first(w), along = room.own().last(count);
 #pragma omp for schedule(static)
     for (int t = 0; t < x.tokens; ++t) {
       x.read(t, of.data());
@@ -356,17 +358,16 @@ void rebuild_rows(const PagedKv& kv, const KeyFactors& factors, View<float, 4> r
   if (!kv.rope_table.inv_freq || kv.rope_table.head_dim != kv.head_dim)
     fail(Errc::internal, op, "got no RoPE table, wanted the model's");
   if (s.device() == Device::cuda) return on_cuda<rebuild_rows>(kv, factors, rows, s);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-  for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) {
-      const int slot = kv.slots[r], n = std::min(factors.count_of(slot), kv.tokens(r, h));
-      if (n == 0) continue;
-      std::vector<std::int32_t> positions(static_cast<std::size_t>(n));
-      token_positions(kv, r, h, n, positions.data());
-      for (int t = 0; t < n; t += rebuilt_at_once)
-        rebuild_keys(factors, slot, h, t, std::min(rebuilt_at_once, n - t), positions.data() + t, kv.rope_table,
-                     &rows(r, h, t, 0), rows.stride[2]);
-    }
+  over_rows(std::int64_t{kv.rows} * kv.kv_heads, [&](std::int64_t i) {
+    const int r = static_cast<int>(i) / kv.kv_heads, h = static_cast<int>(i) % kv.kv_heads;
+    const int slot = kv.slots[r], n = std::min(factors.count_of(slot), kv.tokens(r, h));
+    if (n == 0) return;
+    std::vector<std::int32_t> positions(static_cast<std::size_t>(n));
+    token_positions(kv, r, h, n, positions.data());
+    for (int t = 0; t < n; t += rebuilt_at_once)
+      rebuild_keys(factors, slot, h, t, std::min(rebuilt_at_once, n - t), positions.data() + t, kv.rope_table,
+                   &rows(r, h, t, 0), rows.stride[2]);
+  });
 }
 
 void low_rank(const PagedKv& kv, int rank, View<float, 4> rows, Stream s) {
