@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <set>
+#include <tuple>
 
 #include "cases/append_fixture.hpp"
 #include "cases/case.hpp"

@@ -1,3 +1,5 @@
+#include <tuple>
+
 #include "store/cpu_store.hpp"
 #include "support/on_text.hpp"
 

@@ -27,9 +27,9 @@ class Twilight final : public kvlab::Policy {
       : p_(p.get<bool>("top_p") ? p.get<float>("p") : 1),
         int4_(p.get<Estimate>("estimate") == Estimate::int4),
         tokens_(p.get<int>("tokens")),
-        share_(p.get<double>("share")),
         dense_(p.get<int>("dense_layers")),
-        bits_(p.get<int>("summary_bits")) {
+        bits_(p.get<int>("summary_bits")),
+        share_(p.get<double>("share")) {
     choice_.rule = p.get<kvlab::GroupRule>("group");
     choice_.scale = p.get<float>("scale");
     choice_.newest_page = true;
@@ -104,9 +104,8 @@ class Twilight final : public kvlab::Policy {
 
   float p_;
   bool int4_;
-  int tokens_;
+  int tokens_, dense_, bits_;
   double share_;
-  int dense_, bits_;
   kvlab::PageChoice choice_;
   kvlab::KeptKeyCodes codes_;
 };
