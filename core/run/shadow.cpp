@@ -132,13 +132,14 @@ void Shadow::attend_to_all(const LayerRows& l) {
   const ModelConfig& c = model_.config;
   const Stream s = store_->stream();
   const auto rows = static_cast<std::int64_t>(of_rows_.size()), width = std::int64_t{c.heads} * c.head_dim;
-  const auto slots = static_cast<std::int64_t>(slots_.size());
+  const auto slots = static_cast<std::int64_t>(slots_.size()),
+             positions = (slots + 31) / 32 * 32;  // output_ is aligned
   if (!step_) {
-    const std::int64_t most = slots * (1 + width + std::int64_t{c.heads} * store_->shape().max_tokens);
+    const std::int64_t most = positions + slots * (width + std::int64_t{c.heads} * store_->shape().max_tokens);
     step_ = StreamMemory(s, static_cast<std::size_t>(most) * sizeof(float));
   }
   auto* const last = step_.as<std::int32_t>();
-  output_ = step_.as<float>() + slots;
+  output_ = step_.as<float>() + positions;
   mass_ = output_ + slots * width;
   copy_memory(last, newest_.data(), newest_.size() * sizeof newest_[0], s);
   ops::AttendArgs a;

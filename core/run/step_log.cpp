@@ -32,9 +32,10 @@ StepLog::Bytes StepLog::step(double ms, double device_ms, const PartSeconds& par
   if (!out_.parts.empty())
     for (double seconds : parts) out_.step_parts.push_back(static_cast<float>(seconds * 1000));
   const Ledger& ledger = engine_.store().ledger();
+  const auto unused_of = unused_bytes(engine_.store());
   Bytes sum;
   for (const Tier tier : tiers) {
-    const Ledger::Row unused = unused_bytes(engine_.store(), tier);
+    const Ledger::Row& unused = unused_of[static_cast<std::size_t>(tier)];
     if (tier == Tier::device) sum.unused = std::accumulate(unused.begin(), unused.end(), std::int64_t{0});
     for (int tag = 0; tag < tag_count; ++tag) {
       const std::int64_t held = ledger.held(tier)[static_cast<std::size_t>(tag)], all = moved(ledger, tier, tag);

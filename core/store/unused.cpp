@@ -48,14 +48,15 @@ std::array<std::int64_t, pools> empty_places(const Store& store) {
 
 }  // namespace
 
-Ledger::Row unused_bytes(const Store& store, Tier tier) {
+std::array<Ledger::Row, 2> unused_bytes(const Store& store) {
   const StoreOptions& o = store.options();
   const auto places = empty_places(store);
-  Ledger::Row sum{};
-  if (tier == Tier::host) add_places(frame_layout(o, o.host_codec), places[host_pool], sum);
-  for (std::size_t i = 0; tier == Tier::device && i < o.codecs.size(); ++i)
-    add_places(frame_layout(o, o.codecs[i]), places[i == 0 ? device_pool : lower_pool], sum);
-  return sum;
+  std::array<Ledger::Row, 2> sums{};
+  add_places(frame_layout(o, o.host_codec), places[host_pool], sums[static_cast<std::size_t>(Tier::host)]);
+  for (std::size_t i = 0; i < o.codecs.size(); ++i)
+    add_places(frame_layout(o, o.codecs[i]), places[i == 0 ? device_pool : lower_pool],
+               sums[static_cast<std::size_t>(Tier::device)]);
+  return sums;
 }
 
 }  // namespace kvlab

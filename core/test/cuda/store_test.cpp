@@ -598,8 +598,8 @@ class Both {
           }
         }
     }
+    CHECK(unused_bytes(cuda) == unused_bytes(cpu));
     for (const Tier tier : {Tier::device, Tier::host}) {
-      CHECK(unused_bytes(cuda, tier) == unused_bytes(cpu, tier));
       for (int t = 0; t < tag_count; ++t) {
         if (static_cast<Tag>(t) == Tag::workspace) continue;
         CAPTURE(static_cast<int>(tier), name_of(static_cast<Tag>(t)));
