@@ -29,6 +29,7 @@
 #include "cli/loaded.hpp"
 #include "cli/replay.hpp"
 #include "cli/reproduce.hpp"
+#include "cli/score.hpp"
 #include "cli/spread.hpp"
 #include "cli/verify.hpp"
 #include "experiment/describe.hpp"
@@ -141,6 +142,7 @@ class CommandLine {
   RecordOptions record_;
   ReplayWords replay_;
   VerifyOptions verify_;
+  ScoreOptions score_;
   bench::ModelChoice choice_;
 };
 
@@ -432,6 +434,7 @@ void CommandLine::add_rest() {
   report_html_->excludes(ladder)->excludes(choose);
 
   add_verify_options(add("verify", verify_help, verify_examples, [this] { return verify(verify_); }), verify_);
+  add_score_options(add("score", score_help, score_examples, [this] { return score_answers(score_); }), score_);
 
   CLI::App* bench =
       add("bench", "speed of the ops against what this machine can do", "kvlab bench attend --json", [this] {
