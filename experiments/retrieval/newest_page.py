@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Which pages does quest read? newest_page.py RECORDING.rec.h5 [RUN.h5] (needs h5py and numpy).
 
-A recording gives each page's score and its true attention, by the full cache's queries. A run with metrics: [trace] gives the
-pages that were read. Both are of newest_page.yaml: pages of 16 tokens, a budget of 8 pages and two dense layers."""
+A recording gives each page's score and its true attention, by the full cache's queries. A run with metrics: [trace]
+gives the pages that were read. Both are of newest_page.yaml: pages of 16 tokens, a budget of 8 pages and two dense
+layers."""
 import sys
 
 import h5py
@@ -21,7 +22,7 @@ def place(values, page):
 
 
 def pages_of(keys, queries):
-    """Of a KV head: quest's scores, those of ArkVale's boxes, the largest products of queries and keys, attention mass."""
+    """Of a KV head: quest's scores, those of ArkVale's boxes, largest products of queries and keys, attention mass."""
     pages = [keys[i:i + PAGE] for i in range(0, len(keys), PAGE)]
     low, high = (np.stack([f(p, 0) for p in pages]) for f in (np.min, np.max))
     centre = (low + high) / 2
@@ -63,14 +64,15 @@ def recorded(path):
                         if found:
                             p = found[0] // PAGE
                             needle.append([mass[p]] + [place(x, p) < BUDGET for x in (top, np.max(box, 0), mass)])
-    print("tokens in the newest page; heads that would read it by quest's bound, by ArkVale's box, by true mass; its mass;\n"
-          "how far the bound is above the largest logit there, and in other pages; mass in 8 pages by bound, by mass")
+    print("tokens in the newest page; heads that would read it by quest's bound, by ArkVale's box, by true mass; its\n"
+          "mass; how far the bound is above the largest logit there, and in other pages; mass in 8 pages by bound, "
+          "by mass")
     for tokens in sorted(newest):
         print(f"{tokens:3}", *(f"{x:6.2f}" for x in np.mean(newest[tokens], 0)))
     needle = np.array(needle)
     looked = needle[needle[:, 0] >= 0.1]
-    print(f"needle's page: {len(looked) / len(needle):.2f} of heads and steps have a tenth of their mass there; it is among the "
-          "best 8 by bound, box and mass in", *(f"{x:.2f}" for x in looked[:, 1:].mean(0)))
+    print(f"needle's page: {len(looked) / len(needle):.2f} of heads and steps have a tenth of their mass there; it is "
+          "among the best 8 by bound, box and mass in", *(f"{x:.2f}" for x in looked[:, 1:].mean(0)))
 
 
 def traced(path):
