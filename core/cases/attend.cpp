@@ -765,8 +765,9 @@ void add_steps(std::vector<Case>& v) {
                                                   {8, 32768, 32, false},
                                                   {1, 32768, 16, false},
                                                   {32, 4096, 32, false},
-                                                  {32, 16384, 16, false}})
-    for (const auto& [name, codec, always] : {std::tuple{"bf16", plain, false},
+                                                  {32, 16384, 16, false},
+                                                  {32, 16384, 32, false}})
+    for (const auto& [name, codec, always] : {std::tuple{"bf16", plain, true},
                                               {"k8v8", codes, true},
                                               {"k8v4", CodecSpec{{8}, {4}}, false},
                                               {"k4v4", CodecSpec{{4}, {4}}, true},

@@ -280,7 +280,8 @@ void CommandLine::add_reproduce() {
       add("reproduce", "tables and figures of papers: what they publish beside what runs here",
           "kvlab reproduce                          every table and figure, and what it needs\n"
           "kvlab reproduce PAPER/table2 --model DIR  its experiment, then the paper's values beside ours\n"
-          "kvlab reproduce PAPER/table2 --small      the same question to a model that is at hand",
+          "kvlab reproduce PAPER/table2 --small      the same question to a model that is at hand\n"
+          "kvlab reproduce targets/edits             what kvlab is to reach on a GPU, and what it reaches",
           [this] {
             reproduce_.sets = sets_;
             reproduce_.plugin_path = plugin_path_;
@@ -290,7 +291,8 @@ void CommandLine::add_reproduce() {
             spread_.apply(reproduce_.run, typed());
             return reproduce(reproduce_);
           });
-  command->add_option("ITEM", reproduce_.items, "PAPER/ITEM to run; PAPER or nothing = a list");
+  command->add_option("ITEM", reproduce_.items,
+                      "PAPER/ITEM or targets/NAME to run; PAPER, targets or nothing = a list");
   command->add_option("--model", reproduce_.model,
                       "in place of the experiments': GGUF file, safetensors folder, "
                       "bundled/NAME or synthetic/NAME");
@@ -299,6 +301,11 @@ void CommandLine::add_reproduce() {
   CLI::Option* check = command->add_flag("--check", reproduce_.check, "only check what would run");
   command->add_flag("--report", reproduce_.report, "run nothing, show what earlier calls left")->excludes(check);
   command->add_flag("--fresh", fresh_, "run finished cells and profiles again");
+  command->add_option("--only", reproduce_.only, "of targets/NAME: a row; repeatable")->allow_extra_args(false);
+  command
+      ->add_option("--within", reproduce_.within,
+                   "of targets/NAME: begin no command that may end after so many seconds; the next call goes on")
+      ->check(CLI::PositiveNumber);
   add_strict(command);
   command->add_option("-o,--output", reproduce_.folder, "folder of the result files")->capture_default_str();
   command->add_option("--format", reproduce_.format, "table, md, csv or latex")->capture_default_str();

@@ -18,8 +18,10 @@
 #include "base/text.hpp"
 #include "cli/loaded.hpp"
 #include "cli/shared_files.hpp"
+#include "cli/targets.hpp"
 #include "experiment/variants.hpp"
 #include "papers/beside.hpp"
+#include "papers/targets.hpp"
 #include "plugin/callback.hpp"
 #include "result/profile_report.hpp"
 #include "result/report.hpp"
@@ -233,13 +235,7 @@ class Reproduction {
   papers::OurRun read_run(const Run& run, const std::string& file) const {
     std::set<std::string> tasks;
     for (const TaskSpec& task : run.loaded->experiment.tasks) tasks.insert(task_label(task));
-    papers::OurRun out{results::read_summary(file), tasks.size(), results::read_samples(file), {}};
-    if (!reads_parts()) return out;
-    for (const results::SummaryRow& row : out.summary.rows) {
-      const std::string part = results::part_path(file, row.cell);
-      out.parts[row.cell] = papers::mean_parts(results::read_cell(fs::exists(part) ? part : file, row.cell));
-    }
-    return out;
+    return papers::read_run(file, tasks.size(), reads_parts());
   }
 
   papers::Ours ours() const {
@@ -398,14 +394,55 @@ class Items {
 
 }  // namespace
 
+namespace {
+
+constexpr const char* targets_prefix = "targets/";
+
+std::string target_list(const std::vector<papers::TargetTable>& all) {
+  std::string out = "targets: what kvlab is to reach\n";
+  for (const papers::TargetTable& table : all) {
+    double seconds = 0;
+    for (const papers::TargetRun& run : table.runs) seconds += run.seconds;
+    out += fmt::format("  {:<15}  {} ({} rows, about {:.0f} minutes on {})\n", targets_prefix + table.name, table.title,
+                       table.rows.size(), seconds / 60, table.gpu);
+  }
+  return out;
+}
+
+const papers::TargetTable* table_of(const std::vector<papers::TargetTable>& all, const std::string& name) {
+  std::vector<std::string> known;
+  for (const papers::TargetTable& table : all) {
+    known.push_back(targets_prefix + table.name);
+    if (known.back() == name) return &table;
+  }
+  throw Error(Errc::config, fmt::format("got '{}', wanted {}{}", name, join(known, " or "), did_you_mean(name, known)),
+              where);
+}
+
+}  // namespace
+
 int reproduce(const ReproduceOptions& o) {
   const fs::path papers = "analysis/papers", tree = shared_files(papers, where);
   const std::vector<papers::Paper> all = papers::read_papers(tree / papers);
+  const auto is_target = [](const std::string& name) { return name.starts_with(targets_prefix); };
+  const bool no_paper = o.items.empty() || o.items == std::vector<std::string>{"targets"};
+  if (no_paper || std::any_of(o.items.begin(), o.items.end(), is_target)) {
+    const std::vector<papers::TargetTable> targets = papers::read_all_targets(tree / "analysis/targets");
+    if (no_paper) {
+      fmt::print("{}{}", o.items.empty() ? list_text(all, "") + "\n" : "", target_list(targets));
+      return 0;
+    }
+    std::vector<const papers::TargetTable*> chosen;
+    for (const std::string& name : o.items) chosen.push_back(table_of(targets, name));
+    return run_targets(o, chosen, tree);
+  }
+  if (!o.only.empty() || o.within > 0)
+    throw Error(Errc::config, "got --only or --within for a paper, wanted them for targets/NAME", where);
   const auto is_paper = [&](const std::string& name) {
     return std::any_of(all.begin(), all.end(), [&](const papers::Paper& p) { return p.name == name; });
   };
-  if (o.items.empty() || (o.items.size() == 1 && is_paper(o.items.front()))) {
-    fmt::print("{}", list_text(all, o.items.empty() ? "" : o.items.front()));
+  if (o.items.size() == 1 && is_paper(o.items.front())) {
+    fmt::print("{}", list_text(all, o.items.front()));
     return 0;
   }
   results::parse_format(o.format);

@@ -1,4 +1,4 @@
-// `kvlab reproduce`: the tables and figures of papers as commands.
+// `kvlab reproduce`: the tables and figures of papers, and of our own targets, as commands.
 #pragma once
 #include <string>
 #include <vector>
@@ -8,9 +8,11 @@
 namespace kvlab {
 
 struct ReproduceOptions {
-  std::vector<std::string> items;  // "PAPER/ITEM" to run; "PAPER" or nothing = a list
+  std::vector<std::string> items;  // "PAPER/ITEM" or "targets/NAME" to run; "PAPER", "targets" or nothing = a list
   std::string model, adapter;      // in place of the experiments' models; empty: theirs
   std::vector<std::string> sets, plugin_path;
+  std::vector<std::string> only;  // rows of a table of targets; empty: all
+  double within = 0;              // of targets: begin no command that may end later than so many seconds; 0 = no limit
   std::string folder = "results/reproduce", format = "table";
   bool small = false;   // the experiments that need no more than what is at hand
   bool check = false;   // run nothing

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <functional>
 #include <limits>
 #include <set>
@@ -65,6 +66,22 @@ double requests_at_once(const OurRun& run, const std::string& cell) {
   return end > begin ? inside / (end - begin) : not_measured;
 }
 
+// The most requests of a workload that are between their first and their last token at one moment.
+double most_that_decode(const OurRun& run, const std::string& cell) {
+  const auto own = run.samples.find(cell);
+  if (own == run.samples.end()) return not_measured;
+  std::vector<std::pair<double, int>> changes;
+  for (const results::SampleRow& row : own->second) {
+    const double first = row.arrival_ms + row.ttft_ms;
+    if (!measured(first) || !measured(row.end_ms)) return not_measured;
+    changes.emplace_back(first, 1), changes.emplace_back(row.end_ms, -1);
+  }
+  std::sort(changes.begin(), changes.end());  // at one moment those that end come first
+  int now = 0, most = 0;
+  for (const auto& [when, change] : changes) most = std::max(most, now += change);
+  return most > 0 ? most : not_measured;
+}
+
 Get getter(const Reading& reading, const OurRun& run) {
   if (reading.read == "part_ms") return [&](const SummaryRow& row) { return part_sum(run, row.cell, reading.parts); };
   if (reading.read == "part_share")
@@ -75,6 +92,8 @@ Get getter(const Reading& reading, const OurRun& run) {
       return part_sum(run, row.cell, reading.parts) / all;
     };
   if (reading.read == "requests_at_once") return [&](const SummaryRow& r) { return requests_at_once(run, r.cell); };
+  if (reading.read == "decode_tokens_per_s")
+    return [&](const SummaryRow& r) { return 1e3 * most_that_decode(run, r.cell) / r.tpot_ms_p50; };
   if (reading.read == "prompt_tokens")
     return [&](const SummaryRow& r) { return sample_mean(run, r.cell, &results::SampleRow::prompt_tokens); };
   if (reading.read == "answer_tokens")
@@ -341,6 +360,16 @@ results::ReportTable value_table(const std::string& title, const Item& item, con
 }
 
 }  // namespace
+
+OurRun read_run(const std::string& file, std::size_t tasks, bool parts) {
+  OurRun out{results::read_summary(file), tasks, results::read_samples(file), {}};
+  if (!parts) return out;
+  for (const SummaryRow& row : out.summary.rows) {
+    const std::string part = results::part_path(file, row.cell);
+    out.parts[row.cell] = mean_parts(results::read_cell(std::filesystem::exists(part) ? part : file, row.cell));
+  }
+  return out;
+}
 
 std::map<std::string, double> mean_parts(const results::CellResult& cell) {
   std::map<std::string, double> sums;

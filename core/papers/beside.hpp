@@ -34,6 +34,9 @@ struct OurValue {
   std::string why;                                                  // there is none
 };
 
+// The cells of a result file, or of the parts of one. tasks: of its experiment. parts: read those of steps too.
+OurRun read_run(const std::string& file, std::size_t tasks, bool parts);
+
 // The mean over a cell's decode steps on a GPU. Empty where it has no such parts.
 std::map<std::string, double> mean_parts(const results::CellResult& cell);
 
