@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <kvlab/error.hpp>
@@ -83,10 +84,10 @@ class Table {
       std::vector<std::string> known;
       for (const papers::TargetRow& row : table.rows) known.push_back(row.name);
       if (std::find(known.begin(), known.end(), name) == known.end())
-        throw Error(Errc::config,
-                    fmt::format("--only: got '{}', wanted a row of targets/{}{}", name, table.name,
-                                did_you_mean(name, known)),
-                    where);
+        throw Error(
+            Errc::config,
+            fmt::format("--only: got '{}', wanted a row of targets/{}{}", name, table.name, did_you_mean(name, known)),
+            where);
     }
   }
 
@@ -339,6 +340,7 @@ int run_targets(const ReproduceOptions& o, const std::vector<const TargetTable*>
   if (code >= 128) return code;
   for (const Table& table : tables) {
     if (o.report || !o.quiet) fmt::print("{}", table.text(format));
+    std::fflush(stdout);
     if (!o.report) log::info("the table is in " + table.file(".md") + " and " + table.file(".csv"));
   }
   return code;

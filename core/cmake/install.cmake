@@ -28,6 +28,8 @@ install(DIRECTORY ${PROJECT_SOURCE_DIR}/analysis/kvlab_results DESTINATION ${CMA
 # What `kvlab reproduce` reads.
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/analysis/papers DESTINATION ${CMAKE_INSTALL_DATADIR}/kvlab/analysis
   FILES_MATCHING PATTERN "*.yaml")
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/analysis/targets DESTINATION ${CMAKE_INSTALL_DATADIR}/kvlab/analysis
+  FILES_MATCHING PATTERN "*.yaml" PATTERN "peers.py")
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/experiments DESTINATION ${CMAKE_INSTALL_DATADIR}/kvlab
   FILES_MATCHING PATTERN "*.yaml" PATTERN "*.csv" PATTERN "*.h5")
 

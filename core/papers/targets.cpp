@@ -55,7 +55,8 @@ class Reader final : public FileReader {
 
   template <class Body>
   void each(const Node* map, const char* key, Body body) {
-    if (!map || !map->is(Kind::map)) return wrong(map ? *map : document_.root, "no map", std::string("a map of ") + key);
+    if (!map || !map->is(Kind::map))
+      return wrong(map ? *map : document_.root, "no map", std::string("a map of ") + key);
     for (const yaml::Entry& e : map->entries) body(e);
   }
   void names(const Node& at, int kinds, const std::string& run) { named_.emplace_back(&at, kinds, run); }
@@ -65,7 +66,8 @@ class Reader final : public FileReader {
     out.name = e.key.text;
     out.where = document_.where(e.key.place);
     const Node& node = e.value;
-    Taken keys(*this, node, {"experiment", "set", "small", "profiles", "bench", "options", "peers", "seconds"}, out.name);
+    Taken keys(*this, node, {"experiment", "set", "small", "profiles", "bench", "options", "peers", "seconds"},
+               out.name);
     if (const Node* n = keys["experiment"]) out.experiment = text(n, "experiment", node);
     out.sets = texts(keys["set"]), out.small_sets = texts(keys["small"]);
     out.bench = texts(keys["bench"]), out.options = texts(keys["options"]);
@@ -234,7 +236,8 @@ results::ReportTable peer_table(const PeerTable& of, const TargetResults& result
   std::vector<std::string> kernels;
   if (theirs != results.lines.end())
     for (const nlohmann::json& line : theirs->second.at("ops"))
-      if (const std::string kernel = line.at("kernel"); std::find(kernels.begin(), kernels.end(), kernel) == kernels.end())
+      if (const std::string kernel = line.at("kernel");
+          std::find(kernels.begin(), kernels.end(), kernel) == kernels.end())
         kernels.push_back(kernel);
   out.header.insert(out.header.end(), kernels.begin(), kernels.end());
   for (const auto& [shape, own] : of.shapes) {
@@ -272,7 +275,7 @@ std::vector<const TargetRun*> TargetTable::runs_of(const std::vector<std::string
     for (const auto& other : {row.against, row.without})
       if (other) needed.insert(other->run);
   }
-  if (beside && only.empty()) needed.insert({beside->ours, beside->peers});
+  if (beside && only.empty()) needed.insert(beside->ours), needed.insert(beside->peers);
   for (const TargetRun& one : runs)
     if (needed.count(one.name))
       for (const auto& [policy, from] : one.profiles) needed.insert(from);
@@ -307,7 +310,7 @@ const nlohmann::json* line_of(const TargetTerm& term, const nlohmann::json& benc
     if (found) return why = "several lines fit", nullptr;
     found = &line;
   }
-  if (!found) why = "no line of `kvlab bench` has the shape";
+  if (!found) why = "no such line";
   return found;
 }
 

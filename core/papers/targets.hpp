@@ -18,9 +18,9 @@ namespace kvlab::papers {
 
 // One command whose result rows read: an experiment or profile, ops of `kvlab bench`, or the script of other libraries.
 struct TargetRun {
-  std::string name, where;                    // where: file and line
-  std::string experiment;                     // a path from the folder that has analysis/; empty: none
-  std::vector<std::string> sets, small_sets;  // key=value in place of the experiment's; and for the tiny model
+  std::string name, where;                      // where: file and line
+  std::string experiment;                       // a path from the folder that has analysis/; empty: none
+  std::vector<std::string> sets, small_sets;    // key=value in place of the experiment's; and for the tiny model
   std::map<std::string, std::string> profiles;  // by a policy's label: the run that makes the profile it reads
   std::vector<std::string> bench;               // ops; empty: none
   std::vector<std::string> options;             // of `kvlab bench` on a GPU
@@ -44,8 +44,9 @@ struct TargetRow {
 
 // Attention of other libraries beside ours, without a target.
 struct PeerTable {
-  std::string title, ours, peers;                               // names of the runs
-  std::vector<std::pair<std::string, std::string>> shapes;  // as the script names them, and as `kvlab bench attend` does
+  std::string title, ours, peers;  // names of the runs
+  std::vector<std::pair<std::string, std::string>>
+      shapes;  // as the script names them, and as `kvlab bench attend` does
 };
 
 struct TargetTable {

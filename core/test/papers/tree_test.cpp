@@ -1,15 +1,20 @@
 // The published values of this tree name cells that its experiments have. No model and no data file is read.
+#include <fmt/format.h>
 #include <catch2/catch.hpp>
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
 
 #include "base/part_timer.hpp"
+#include "cases/case.hpp"
 #include "cases/paged_fixture.hpp"
+#include "cases/recall.hpp"
 #include "experiment/catalog.hpp"
 #include "experiment/experiment.hpp"
 #include "experiment/variants.hpp"
 #include "papers/beside.hpp"
+#include "papers/targets.hpp"
 #include "plugin/loader.hpp"
 #include "result/report_blocks.hpp"
 #include "support/places.hpp"
@@ -69,7 +74,7 @@ OurRun run_of(const Experiment& e, const PluginCatalog& catalog) {
     out.summary.rows.push_back(row_of(e, cell, out.summary.rows.size()));
     results::SampleRow sample;
     if (!e.workloads.empty() && e.metrics.count(Metric::latency))
-      sample.arrival_ms = sample.queue_ms = 0, sample.end_ms = 1;
+      sample.arrival_ms = sample.queue_ms = 0, sample.ttft_ms = 0.5, sample.end_ms = 1;
     out.samples[out.summary.rows.back().cell] = {sample};
     if (e.metrics.count(Metric::parts))
       for (const Part part : all_parts) out.parts[out.summary.rows.back().cell][name_of(part)] = 1;
@@ -133,6 +138,85 @@ TEST_CASE("every published value names one cell of the experiments that its item
         }
     }
   CHECK(values > 500);
+  if (!faults.empty()) FAIL(faults);
+}
+
+namespace {
+
+// The lines that `kvlab bench` would print on a GPU, with 1 for what it measures.
+nlohmann::json lines_of(const TargetRun& run) {
+  nlohmann::json out;
+  out["ops"] = nlohmann::json::array();
+  const auto add = [&](const std::string& op, const std::string& shape, const std::string& kernel, bool beside) {
+    out["ops"].push_back(
+        {{"op", op}, {"shape", shape}, {"kernel", kernel}, {"seconds_median", 1}, {"rate", 1}, {"percent", 1}});
+    if (beside) out["ops"].back()["beside"] = {{"slowdown_percent", 1}};
+  };
+  for (const std::string& op : run.bench) {
+    for (const cases::Case& c : cases::all())
+      if (c.op == op && c.timed(Device::cuda)) add(op, c.shape, c.kernel, false);
+    if (op == "copy")
+      for (const cases::Recall::Way way : {cases::Recall::Way::relay, cases::Recall::Way::gather})
+        for (const int page_size : {16, 32}) {
+          cases::Recall::Of of{way, 0, page_size};
+          of.pages = static_cast<int>((std::int64_t{64} << 20) / of.page_bytes());
+          add(op, fmt::format("recall {} pages of {} tokens, {} B each", of.pages, of.page_size, of.page_bytes()),
+              of.name(), true);
+        }
+    if (op == "decode")
+      for (const char* kernel : {"eager", "graph"}) {
+        const auto& o = run.options;
+        REQUIRE(o.size() == 4);
+        add(op, "synthetic/llama-3.1-8b, batch " + o[1] + " at " + o[3], kernel, false);
+      }
+  }
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("every target names one cell of its experiment, or one line of kvlab bench") {
+  const std::filesystem::path root = test::source_root();
+  Registry registry({test::plugin_folder()});
+  const RegistryCatalog catalog(registry);
+  std::string faults;
+  std::size_t rows = 0;
+  for (const TargetTable& table : read_all_targets(root / "analysis/targets")) {
+    TargetResults results;
+    for (const TargetRun& run : table.runs) {
+      CAPTURE(table.name, run.name);
+      if (run.experiment.empty()) {
+        results.lines[run.name] = lines_of(run);
+        continue;
+      }
+      std::vector<std::string> sets = run.sets;
+      for (const auto& [policy, from] : run.profiles) sets.push_back(policy + ".profile=absent.h5");
+      const Experiment e = load_experiment((root / run.experiment).string(), sets, catalog);
+      if (e.profilers.empty()) results.ours.runs.emplace(run.name, run_of(e, catalog));
+    }
+    const std::vector<const TargetRun*> read = table.runs_of({});
+    CHECK(read.size() == table.runs.size());  // no run is idle
+    for (const TargetRow& row : table.rows) {
+      ++rows;
+      if (!row.why_not.empty()) continue;
+      if (const Measured m = measure(row, results); !results::measured(m.value))
+        faults += table.name + ", row " + row.name + ": " + m.why + "\n";
+    }
+    if (!table.beside) continue;
+    std::ifstream in(root / "analysis/targets/peers.py");
+    const std::string script{std::istreambuf_iterator<char>(in), {}};
+    for (const auto& [theirs, ours] : table.beside->shapes) {
+      CAPTURE(theirs, ours);
+      TargetTerm term{table.beside->ours, {}, "attend", ours, ""};
+      term.reading.read = "us";
+      std::string why;
+      CHECK(line_of(term, results.lines.at(table.beside->ours), why));
+      std::string pair = theirs;
+      pair.replace(pair.find(" x "), 3, ", ");
+      CHECK(script.find("(" + pair + ")") != script.npos);  // the script times that shape
+    }
+  }
+  CHECK(rows > 100);
   if (!faults.empty()) FAIL(faults);
 }
 
