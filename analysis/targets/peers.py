@@ -63,17 +63,22 @@ class Inputs:
         return out.reshape(self.batch, KV_HEADS * GROUP, DIM)
 
 
+def import_flashinfer():
+    try:
+        import flashinfer
+    except ImportError as e:
+        raise Skipped(f"flashinfer is not installed ({e})") from e
+    return flashinfer
+
+
 # Each of these returns calls, one for each copy, that return [sequence, query head, dim].
 
 
 def flashinfer_decode(tensor_cores):
     def make(x):
-        try:
-            import flashinfer
-        except ImportError as e:
-            raise Skipped(f"flashinfer is not installed ({e})") from e
+        flashinfer = import_flashinfer()
         torch = x.torch
-        workspace = torch.empty(256 << 20, dtype=torch.uint8, device=x.device)
+        workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=x.device)
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=tensor_cores)
         per = x.tokens // PAGE
         indptr = torch.arange(x.batch + 1, dtype=torch.int32, device=x.device) * per
@@ -86,20 +91,27 @@ def flashinfer_decode(tensor_cores):
 
 
 def cudnn_paged(x):
-    try:
-        import flashinfer
-    except ImportError as e:
-        raise Skipped(f"flashinfer, which calls it, is not installed ({e})") from e
+    flashinfer = import_flashinfer()
     decode = getattr(flashinfer, "cudnn_batch_decode_with_kv_cache", None)
     if decode is None:
         raise Skipped("this flashinfer has no cudnn_batch_decode_with_kv_cache")
     torch = x.torch
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=x.device)
-    lengths = torch.full((x.batch, 1, 1, 1), x.tokens, dtype=torch.int32, device=x.device)
+    workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=x.device)
     tables = x.table.contiguous()
     sides = [(c[:, 0].contiguous(), c[:, 1].contiguous()) for c in x.caches]
-    return [lambda k=k, v=v: decode(x.queries, k, v, 1 / math.sqrt(DIM), workspace, max_sequence_kv=x.tokens,
-                                    actual_seq_lens_kv=lengths, block_tables=tables) for k, v in sides]
+
+    def calls(*shape):  # of the lengths
+        lengths = torch.full(shape, x.tokens, dtype=torch.int32, device=x.device)
+        return [lambda k=k, v=v: decode(x.queries, k, v, 1 / math.sqrt(DIM), workspace, max_sequence_kv=x.tokens,
+                                        actual_seq_lens_kv=lengths, block_tables=tables, is_cuda_graph_compatible=True)
+                for k, v in sides]
+
+    first = calls(x.batch, 1, 1, 1)
+    try:
+        first[0]()
+    except Exception:  # later versions take them flat
+        first = calls(x.batch)
+    return first
 
 
 def torch_sdpa(backend):
@@ -209,6 +221,11 @@ def main():
     out["versions"] = {"torch": torch.__version__}
     if cuda:
         out["versions"]["cudnn"] = torch.backends.cudnn.version()
+        try:
+            import flashinfer
+            out["versions"]["flashinfer"] = flashinfer.__version__
+        except Exception:  # said of each kernel below
+            pass
     left_out = set()
     for batch, tokens in SMALL if small else SHAPES:
         copies = max(4, int(BEYOND_L2 / cache_bytes(batch, tokens)) + 1) if cuda and not small else 2

@@ -44,7 +44,7 @@ const std::vector<std::string> small_sets{"model={synthetic: tiny}", "backend=cp
 
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
-// How commands ended, in this call and in earlier ones, by the command as a shell takes it.
+// How commands ended, in this call and in earlier ones.
 class Endings {
  public:
   struct Ending {
@@ -56,7 +56,7 @@ class Endings {
     if (in) all_ = nlohmann::json::parse(in, nullptr, false);
     if (!all_.is_object()) all_ = nlohmann::json::object();
   }
-  std::optional<Ending> of(const std::string& command) const {
+  std::optional<Ending> of(const std::string& command) const {  // an identity
     const auto found = all_.find(command);
     if (found == all_.end()) return std::nullopt;
     return Ending{(*found).value("code", 1), (*found).value("seconds", 0.)};
@@ -160,7 +160,7 @@ class Table {
     }
     if (run.experiment.empty() && code != 0) fs::remove(part);
     if (stop::requested()) return code;
-    endings_.add(shell_quoted(command), {code, seconds_since(begin)});
+    endings_.add(identity(run), {code, seconds_since(begin)});
     ran_.insert(run.name);
     return code;
   }
@@ -204,7 +204,21 @@ class Table {
     });
   }
 
-  std::optional<Endings::Ending> ending(const TargetRun& run) const { return endings_.of(shell_quoted(words(run))); }
+  // What makes a command another one. It names no folder, so results may be moved.
+  std::string identity(const TargetRun& run) const {
+    std::vector<std::string> out{o_.small ? "small" : "whole"};
+    if (run.experiment.empty()) {
+      const auto all = words(run);
+      out.insert(out.end(), run.peers ? peers_script : "kvlab");
+      out.insert(out.end(), all.begin() + (run.peers ? 2 : 1), all.end());
+    } else {
+      out.push_back(run.experiment);
+      const auto all = sets(run, [](const TargetRun& profile) { return profile.name; });
+      out.insert(out.end(), all.begin(), all.end());
+    }
+    return shell_quoted(out);
+  }
+  std::optional<Endings::Ending> ending(const TargetRun& run) const { return endings_.of(identity(run)); }
 
   // Tables that have the same line of `kvlab bench` share its file.
   fs::path output(const TargetRun& run) const {
@@ -213,16 +227,22 @@ class Table {
                                                : fs::path(file("-" + run.name + ".h5")));
   }
 
-  std::vector<std::string> sets(const TargetRun& run) const {
+  // name: how a profile is named.
+  template <class Name>
+  std::vector<std::string> sets(const TargetRun& run, Name name) const {
     std::vector<std::string> out = run.sets;
     for (const auto& [policy, from] : run.profiles)
-      out.push_back(policy + ".profile=" + nlohmann::json(output(*table_.run(from)).string()).dump());
+      out.push_back(policy + ".profile=" + nlohmann::json(name(*table_.run(from))).dump());
     if (o_.small) {
       out.insert(out.end(), small_sets.begin(), small_sets.end());
       out.insert(out.end(), run.small_sets.begin(), run.small_sets.end());
     }
     out.insert(out.end(), o_.sets.begin(), o_.sets.end());
     return out;
+  }
+
+  std::vector<std::string> sets(const TargetRun& run) const {
+    return sets(run, [&](const TargetRun& profile) { return output(profile).string(); });
   }
 
   std::unique_ptr<Loaded> load(const TargetRun& run) const {

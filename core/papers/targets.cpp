@@ -207,7 +207,7 @@ std::string device_of(const TargetResults& results) {
   }
   for (const auto& [name, bench] : results.lines) {
     const std::string device = bench.value("device", "?");
-    all.insert(device == "cpu" ? "no GPU" : device);
+    all.insert(device == "cpu" ? "no GPU" : device.substr(0, device.find(" (")));
   }
   return all.empty() ? "-" : join({all.begin(), all.end()}, "; ");
 }

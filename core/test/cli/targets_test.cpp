@@ -25,21 +25,21 @@ class OwnTree {
  public:
   OwnTree() {
     namespace fs = std::filesystem;
-    for (const char* name : {"bin", "share/kvlab/analysis/papers", "share/kvlab/analysis/targets",
-                             "share/kvlab/experiments"})
+    for (const char* name :
+         {"bin", "share/kvlab/analysis/papers", "share/kvlab/analysis/targets", "share/kvlab/experiments"})
       fs::create_directories(folder_ / name);
     fs::copy_file(test::build_root() / "bin/kvlab", folder_ / "bin/kvlab");
     fs::create_directory_symlink(test::build_root() / "lib", folder_ / "lib");
     fs::copy_file(test::source_root() / "analysis/papers/freekv.yaml", folder_ / "share/kvlab/analysis/papers/p.yaml");
     write("experiments/steps.yaml",
           "model: {synthetic: tiny}\nbackend: cpu\nthreads: 1\n"
-          "tasks: [random_prompts: {prompt: 64, samples: 1, answer: 6}]\n"
-          "policies: [full, quest: {budget: {tokens: 32}}]\nmetrics: [latency]\n");
+          "tasks: [random_prompts: {prompt: 200, samples: 1, answer: 6}]\n"
+          "policies: [full, streaming_llm: {budget: {tokens: 64}}]\nmetrics: [latency]\n");
     write("analysis/targets/own.yaml",
           "title: Own\ngpu: none\nruns:\n"
           "  good: {experiment: experiments/steps.yaml, seconds: 4}\n"
           "  bad: {experiment: experiments/steps.yaml, set: [random_prompts.prompt=100000], seconds: 4}\n"
-          "  after: {experiment: experiments/steps.yaml, set: [random_prompts.prompt=80], seconds: 4}\n"
+          "  after: {experiment: experiments/steps.yaml, set: [random_prompts.prompt=240], seconds: 4}\n"
           "rows:\n" +
               row("first", "good") + row("second", "bad") + row("third", "after"));
   }
@@ -55,8 +55,8 @@ class OwnTree {
 
  private:
   static std::string row(const std::string& name, const std::string& run) {
-    return "  " + name + ": {title: quest, of: {run: " + run +
-           ", policy: quest, read: tpot_ms_p50}, against: {policy: full}, as: ratio, at_most: 1000}\n";
+    return "  " + name + ": {title: steps, of: {run: " + run +
+           ", policy: streaming_llm, read: tpot_ms_p50}, against: {policy: full}, as: ratio, at_most: 1000}\n";
   }
   void write(const std::string& name, const std::string& text) { folder_.write("share/kvlab/" + name, text); }
   test::Folder folder_;
@@ -82,7 +82,7 @@ TEST_CASE("a command of targets that fails is noted in its rows, the others run,
   CHECK(ran.code == 1);
   CHECK_THAT(ran.said, Contains("[1/3] targets/own: good") && Contains("[3/3] targets/own: after"));
   CHECK_THAT(ran.said, Contains("bad ended with exit code 2") && Contains("wanted at most 4096"));
-  CHECK_THAT(ran.said, Contains("second,quest,-,<= 1000,bad ended with exit code 2"));
+  CHECK_THAT(ran.said, Contains("second,steps,-,<= 1000,bad ended with exit code 2"));
   CHECK(count_of(ran.said, "<= 1000,met") == 2);
   for (const char* name : {"targets-own.csv", "targets-own.md"}) CHECK_THAT(tree.left(name), Contains("third"));
 
@@ -126,7 +126,7 @@ TEST_CASE("reproduce targets refuses what it cannot do before it runs anything")
     CHECK(ended.code == 2);
     return ended.said;
   };
-  CHECK_THAT(said({"--only", "frist"}), Contains("got 'frist', wanted a row of targets/own, did you mean 'first'"));
+  CHECK_THAT(said({"--only", "frist"}), Contains("got 'frist', wanted a row of targets/own (did you mean 'first'?)"));
   CHECK_THAT(said({"--jobs", "2"}), Contains("times are measured"));
   CHECK_THAT(said({"targets/own", "--only", "first"}), Contains("got --only with 2 tables"));
   CHECK_THAT(said({"freekv/figure8"}), Contains("got 'freekv/figure8', wanted targets/own"));
@@ -141,11 +141,9 @@ TEST_CASE("reproduce targets --small: every experiment of the tables runs on the
   for (const papers::TargetTable& table : papers::read_all_targets(test::source_root() / "analysis/targets")) {
     CAPTURE(table.name);
     const test::Folder folder;
-    std::vector<std::string> words{"reproduce", "targets/" + table.name, "--small", "--format", "csv", "--set",
-                                   "threads=1", "-o", folder / "out"};
-    const auto of_experiment = [&](const papers::TargetTerm& term) {
-      return !table.run(term.run)->experiment.empty();
-    };
+    std::vector<std::string> words{
+        "reproduce", "targets/" + table.name, "--small", "--format", "csv", "--set", "threads=1", "-o", folder / "out"};
+    const auto of_experiment = [&](const papers::TargetTerm& term) { return !table.run(term.run)->experiment.empty(); };
     int rows = 0, parts = 0;
     for (const papers::TargetRow& row : table.rows)
       if (row.why_not.empty() && of_experiment(row.of)) {

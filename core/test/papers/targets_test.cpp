@@ -60,7 +60,7 @@ double formed(const std::string& as, const std::string& more = "") {
 }
 
 nlohmann::json line(const std::string& shape, const std::string& kernel, double seconds) {
-  return {{"op", "copy"},         {"shape", shape}, {"kernel", kernel}, {"seconds_median", seconds},
+  return {{"op", "copy"},          {"shape", shape}, {"kernel", kernel}, {"seconds_median", seconds},
           {"rate", 1e9 / seconds}, {"percent", 80}};
 }
 
@@ -113,11 +113,11 @@ TEST_CASE("a target is met at its bound, missed beyond it, and what has no numbe
 
 TEST_CASE("a line of kvlab bench is named by shape and kernel, those beside a step by what is read") {
   const std::string of = "  r: {title: R, of: {run: ops, op: copy, shape: s, ";
-  const TargetTable table = read(of + "read: us}, at_most: 1}\n" + "  k: " + of.substr(5) +
-                                 "kernel: b, read: gb_per_s}, at_most: 1}\n" + "  n: " + of.substr(5) +
-                                 "kernel: b, read: gb_per_s_beside}, at_most: 1}\n" + "  d: " + of.substr(5) +
-                                 "kernel: b, read: slowdown}, at_most: 1}\n" + "  x: {title: R, of: {run: ops, op: copy, " +
-                                 "shape: other, read: us}, at_most: 1}\n");
+  const TargetTable table =
+      read(of + "read: us}, at_most: 1}\n" + "  k: " + of.substr(5) + "kernel: b, read: gb_per_s}, at_most: 1}\n" +
+           "  n: " + of.substr(5) + "kernel: b, read: gb_per_s_beside}, at_most: 1}\n" + "  d: " + of.substr(5) +
+           "kernel: b, read: slowdown}, at_most: 1}\n" + "  x: {title: R, of: {run: ops, op: copy, " +
+           "shape: other, read: us}, at_most: 1}\n");
   TargetResults results;
   nlohmann::json beside = line("s", "b", 0.5);
   beside["beside"] = {{"slowdown_percent", 7}};
@@ -173,9 +173,8 @@ TEST_CASE("errors of a table of targets are found by name, all of them") {
   const Folder folder;
   CHECK_THROWS_WITH(read_targets(folder.write("x.yaml", "title: T\ngpu: G\nruns: {a: {seconds: 1}}\nrows: {}\n")),
                     Contains("got a run of no or several sorts"));
-  CHECK_THROWS_WITH(
-      read_targets(folder.write("x.yaml", "title: T\ngpu: G\nruns: {a: {experiment: e}}\nrows: {}\n")),
-      Contains("got no 'seconds'"));
+  CHECK_THROWS_WITH(read_targets(folder.write("x.yaml", "title: T\ngpu: G\nruns: {a: {experiment: e}}\nrows: {}\n")),
+                    Contains("got no 'seconds'"));
 }
 
 TEST_CASE("decoded tokens a second: the most requests at one moment by the median time of a token") {
