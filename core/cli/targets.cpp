@@ -38,10 +38,6 @@ using Clock = std::chrono::steady_clock;
 constexpr const char* where = "kvlab reproduce";
 constexpr const char* peers_script = "analysis/targets/peers.py";
 
-// What every experiment becomes with --small.
-const std::vector<std::string> small_sets{"model={synthetic: tiny}", "backend=cpu", "batch=1",
-                                          "tasks=[{random_prompts: {prompt: 64, samples: 1, answer: 6}}]"};
-
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
 // How commands ended, in this call and in earlier ones.
@@ -234,7 +230,7 @@ class Table {
     for (const auto& [policy, from] : run.profiles)
       out.push_back(policy + ".profile=" + nlohmann::json(name(*table_.run(from))).dump());
     if (o_.small) {
-      out.insert(out.end(), small_sets.begin(), small_sets.end());
+      out.insert(out.end(), table_.small.begin(), table_.small.end());
       out.insert(out.end(), run.small_sets.begin(), run.small_sets.end());
     }
     out.insert(out.end(), o_.sets.begin(), o_.sets.end());

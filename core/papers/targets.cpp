@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <kvlab/error.hpp>
+#include <tuple>
 
 #include "base/text.hpp"
 #include "papers/file_reader.hpp"
@@ -31,11 +32,12 @@ class Reader final : public FileReader {
     TargetTable out;
     out.name = name;
     const Node& root = document_.root;
-    Taken top(*this, root, {"title", "gpu", "setting", "notes", "runs", "rows", "beside"}, "a table of targets");
+    Taken top(*this, root, {"title", "gpu", "setting", "notes", "small", "runs", "rows", "beside"},
+              "a table of targets");
     out.title = text(top["title"], "title", root);
     out.gpu = text(top["gpu"], "gpu", root);
     out.setting = settings(top["setting"]);
-    out.notes = texts(top["notes"]);
+    out.notes = texts(top["notes"]), out.small = texts(top["small"]);
     each(top["runs"], "runs", [&](const yaml::Entry& e) { out.runs.push_back(run(e)); });
     each(top["rows"], "rows", [&](const yaml::Entry& e) { out.rows.push_back(row(e)); });
     if (const Node* beside = top["beside"]) out.beside = peers(*beside);

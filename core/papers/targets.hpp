@@ -53,6 +53,7 @@ struct TargetTable {
   std::string name, title, gpu;
   std::vector<std::pair<std::string, std::string>> setting;
   std::vector<std::string> notes;
+  std::vector<std::string> small;  // key=value that makes every experiment a small one
   std::vector<TargetRun> runs;
   std::vector<TargetRow> rows;
   std::optional<PeerTable> beside;
