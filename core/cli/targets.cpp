@@ -163,7 +163,6 @@ class Table {
 
   papers::TargetResults results() const {
     papers::TargetResults out;
-    if (o_.small) out.not_judged = "small";
     for (const TargetRun* run : runs_) {
       const std::string from = output(*run).string();
       if (const auto end = ending(*run); end && end->code != 0)
@@ -175,6 +174,10 @@ class Table {
         out.ours.runs.emplace(run->name, papers::read_run(from, 1, true));
       }
     }
+    if (o_.small)
+      out.not_judged = "small";
+    else if (!papers::on_its_gpu(table_, out))
+      out.not_judged = "another GPU";
     return out;
   }
 

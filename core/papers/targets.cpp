@@ -201,7 +201,7 @@ std::string target_text(const TargetRow& row) {
 
 std::string text_of(double v) { return measured(v) ? number(v) : "-"; }
 
-std::string device_of(const TargetResults& results) {
+std::set<std::string> devices_of(const TargetResults& results) {
   std::set<std::string> all;
   for (const auto& [name, run] : results.ours.runs) {
     const results::RunInfo& info = run.summary.info;
@@ -209,8 +209,13 @@ std::string device_of(const TargetResults& results) {
   }
   for (const auto& [name, bench] : results.lines) {
     const std::string device = bench.value("device", "?");
-    all.insert(device == "cpu" ? "no GPU" : device.substr(0, device.find(" (")));
+    all.insert(device == "cpu" ? "no GPU" : device.substr(0, device.find(',')));
   }
+  return all;
+}
+
+std::string device_of(const TargetResults& results) {
+  const std::set<std::string> all = devices_of(results);
   return all.empty() ? "-" : join({all.begin(), all.end()}, "; ");
 }
 
@@ -314,6 +319,12 @@ const nlohmann::json* line_of(const TargetTerm& term, const nlohmann::json& benc
   }
   if (!found) why = "no such line";
   return found;
+}
+
+bool on_its_gpu(const TargetTable& table, const TargetResults& results) {
+  const std::set<std::string> all = devices_of(results);
+  return std::all_of(all.begin(), all.end(),
+                     [&](const std::string& device) { return device.find(table.gpu) != device.npos; });
 }
 
 Measured measure(const TargetRow& row, const TargetResults& results) {

@@ -82,6 +82,9 @@ struct Measured {
 Measured measure(const TargetRow& row, const TargetResults& results);
 std::string verdict(const TargetRow& row, const Measured& measured, const TargetResults& results);
 
+// Whether all results are of the table's GPU, as far as there are any.
+bool on_its_gpu(const TargetTable& table, const TargetResults& results);
+
 // One line of the run that a term reads, or null and why.
 const nlohmann::json* line_of(const TargetTerm& term, const nlohmann::json& bench, std::string& why);
 

@@ -36,7 +36,7 @@ class OwnTree {
           "tasks: [random_prompts: {prompt: 200, samples: 1, answer: 6}]\n"
           "policies: [full, streaming_llm: {budget: {tokens: 64}}]\nmetrics: [latency]\n");
     write("analysis/targets/own.yaml",
-          "title: Own\ngpu: none\nruns:\n"
+          "title: Own\ngpu: no GPU\nruns:\n"
           "  good: {experiment: experiments/steps.yaml, seconds: 4}\n"
           "  bad: {experiment: experiments/steps.yaml, set: [random_prompts.prompt=100000], seconds: 4}\n"
           "  after: {experiment: experiments/steps.yaml, set: [random_prompts.prompt=240], seconds: 4}\n"

@@ -111,6 +111,23 @@ TEST_CASE("a target is met at its bound, missed beyond it, and what has no numbe
   CHECK_THAT(csv, Contains("most,R,3,<= 3,small") && Contains("never,R,-,>= 20,no such part") && !Contains("least"));
 }
 
+TEST_CASE("results of another GPU are no results of the table's") {
+  TargetTable table = read("  r: {title: R, why_not: never, at_most: 1}\n");
+  table.gpu = "NVIDIA H200";
+  TargetResults results;
+  CHECK(on_its_gpu(table, results));
+  results.lines["ops"] = {{"device", "NVIDIA H200, 143771 MiB, sm_90"}, {"ops", nlohmann::json::array()}};
+  results.lines["peers"] = {{"device", "NVIDIA H200"}, {"ops", nlohmann::json::array()}};
+  results.ours.runs["one"].summary.info.backend = "cuda";
+  results.ours.runs["one"].summary.info.gpu = "NVIDIA H200";
+  CHECK(on_its_gpu(table, results));
+  results.ours.runs["two"].summary.info.backend = "cpu";
+  CHECK_FALSE(on_its_gpu(table, results));
+  results.ours.runs.erase("two");
+  results.lines["ops"]["device"] = "NVIDIA H100 80GB HBM3, 81559 MiB";
+  CHECK_FALSE(on_its_gpu(table, results));
+}
+
 TEST_CASE("a line of kvlab bench is named by shape and kernel, those beside a step by what is read") {
   const std::string of = "  r: {title: R, of: {run: ops, op: copy, shape: s, ";
   const TargetTable table =
