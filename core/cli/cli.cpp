@@ -36,6 +36,7 @@
 #include "experiment/schema.hpp"
 #include "plugin/callback.hpp"
 #include "result/attempts.hpp"
+#include "result/memory_report.hpp"
 #include "result/plugin_report.hpp"
 #include "result/profile_file.hpp"
 #include "result/profile_report.hpp"
@@ -134,7 +135,7 @@ class CommandLine {
   std::optional<std::string> log_file_;
   CLI::Option* report_html_ = nullptr;
   bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, isolate_ = false, json_ = false,
-       check_ = false, plugins_ = false, attempts_ = false, ladder_ = false, strict_ = false;
+       check_ = false, plugins_ = false, attempts_ = false, memory_ = false, ladder_ = false, strict_ = false;
   SpreadWords spread_;
   GenerateOptions generate_;
   ConformOptions conform_;
@@ -320,13 +321,16 @@ std::string CommandLine::report_text() const {
   const bool several = files_.size() > 1, profiles = results::is_profile(file);
   if (ladder_ && profiles) throw Error(Errc::config, "got --ladder, wanted a result file", "kvlab report");
   if (!choose_.empty() && profiles) throw Error(Errc::config, "got --choose, wanted a result file", "kvlab report");
-  if (several && (plugins_ || attempts_ || !array_.empty()))
-    throw Error(Errc::config, "got several files, wanted one with --plugins, --attempts or --array", "kvlab report");
+  if (several && (plugins_ || attempts_ || memory_ || !array_.empty()))
+    throw Error(Errc::config, "got several files, wanted one with --plugins, --attempts, --memory or --array",
+                "kvlab report");
+  if (memory_ && profiles) throw Error(Errc::config, "got --memory, wanted a result file", "kvlab report");
   if (!compare_.empty() && (plugins_ || attempts_ || !array_.empty() || profiles))
     throw Error(Errc::config, "got --compare, wanted a result file, without --plugins, --attempts and --array",
                 "kvlab report");
   if (plugins_) return results::plugin_report(file, format);
   if (attempts_) return results::attempts_report(file, format);
+  if (memory_) return results::memory_report(file, format);
   if (!array_.empty()) return results::head_map(results::read_profile(file), array_, format);
   if (profiles)
     return several ? results::head_overlap(files_, format)
@@ -421,13 +425,16 @@ void CommandLine::add_rest() {
       report->add_flag("--plugins", plugins_, "in place of the tables: the plugins that wrote the file, with SHA-256");
   CLI::Option* attempts = report->add_flag(
       "--attempts", attempts_, "in place of the tables: pass@k and avg@k of questions with several answers");
+  CLI::Option* memory = report->add_flag(
+      "--memory", memory_, "in place of the tables: bytes held and moved by tier, codec and tag, of each cell");
+  memory->excludes(array)->excludes(plugins)->excludes(attempts)->excludes(compare);
   CLI::Option* ladder = report->add_flag(
       "--ladder", ladder_,
       "in place of the tables: where each policy stands between random eviction and an oracle of the same budget");
-  ladder->excludes(array)->excludes(plugins)->excludes(attempts)->excludes(compare);
+  ladder->excludes(array)->excludes(plugins)->excludes(attempts)->excludes(compare)->excludes(memory);
   CLI::Option* choose = report->add_option(
       "--choose", choose_, "in place of the tables: which of the settings of this policy to take, over all tasks");
-  choose->excludes(array)->excludes(plugins)->excludes(attempts)->excludes(compare)->excludes(ladder);
+  choose->excludes(array)->excludes(plugins)->excludes(attempts)->excludes(compare)->excludes(ladder)->excludes(memory);
   report
       ->add_option("--lose", lose_,
                    "with --choose: take the fewest bytes of the settings whose mean score is so far below the best")
@@ -438,7 +445,7 @@ void CommandLine::add_rest() {
                                     "in place of the tables: a page with tables and figures of all FILEs, as a folder "
                                     "or a file *.html");
   report_html_->excludes(array)->excludes(format)->excludes(plugins)->excludes(compare)->excludes(attempts);
-  report_html_->excludes(ladder)->excludes(choose);
+  report_html_->excludes(ladder)->excludes(choose)->excludes(memory);
 
   add_verify_options(add("verify", verify_help, verify_examples, [this] { return verify(verify_); }), verify_);
   add_score_options(add("score", score_help, score_examples, [this] { return score_answers(score_); }), score_);

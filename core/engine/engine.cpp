@@ -280,10 +280,12 @@ Fit Engine::restore(int slot, const SavedSequence& saved) {
 void Engine::count_aside(const AsideSequence& sequence, int sign) {
   Ledger& ledger = store_->ledger();
   for (const Tier tier : {Tier::device, Tier::host}) {
-    const Ledger::Row& bytes = sequence.cache->ledger().held(tier);
-    for (int i = 0; i < tag_count; ++i)
-      if (const Tag tag = static_cast<Tag>(i); tag != Tag::workspace && tag != Tag::tables)
-        ledger.hold(Tier::host, tag, sign * bytes[static_cast<std::size_t>(i)]);
+    for (const Stored as : all_stored) {
+      const Ledger::Row& bytes = sequence.cache->ledger().held(tier, as);
+      for (int i = 0; i < tag_count; ++i)
+        if (const Tag tag = static_cast<Tag>(i); tag != Tag::workspace && tag != Tag::tables)
+          ledger.hold(Tier::host, tag, sign * bytes[static_cast<std::size_t>(i)], as);
+    }
     aside_bytes_ += sign * sequence.bytes(tier);
   }
 }

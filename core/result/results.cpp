@@ -239,6 +239,10 @@ std::map<std::string, std::vector<SampleRow>> read_samples(const std::string& ou
   return tables_of_cells<SampleRow>(out_path, "samples");
 }
 
+std::map<std::string, std::vector<LedgerRow>> read_ledgers(const std::string& out_path) {
+  return tables_of_cells<LedgerRow>(out_path, "ledger");
+}
+
 void add_label(SummaryRow& row, const std::string& label) { row.labels += (row.labels.empty() ? "" : ", ") + label; }
 
 bool has_label(const SummaryRow& row, const std::string& label) {

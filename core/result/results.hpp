@@ -124,6 +124,7 @@ struct LedgerRow {
   std::string tier, tag;
   std::int64_t held = 0, moved = 0;  // bytes; moved = since the previous engine step
   std::int64_t unused = -1;          // of `held`: bytes of pages for tokens that are not there. -1 = not known
+  std::string codec;  // of the pages (store/codec_name.hpp). Empty: bytes outside of pages, and in earlier files
 };
 
 enum class TraceKind : std::uint8_t { select, promote, evict, trigger };
@@ -208,6 +209,9 @@ std::map<std::string, std::vector<PluginRow>> read_plugins(const std::string& ou
 
 // The samples of the cells of read_summary(), by the cell's id.
 std::map<std::string, std::vector<SampleRow>> read_samples(const std::string& out_path);
+
+// The ledgers of the cells of read_summary(), by the cell's id.
+std::map<std::string, std::vector<LedgerRow>> read_ledgers(const std::string& out_path);
 
 // The row of a part that another process has just written. It does not read the cell's arrays, so it does not see
 // whether they are damaged; rebuild() does.

@@ -140,6 +140,7 @@ const std::vector<Field<LedgerRow>>& fields(const LedgerRow*) {
   static const std::vector<Field<R>> list = {
       {"engine_step", &R::engine_step}, {"tier", &R::tier, "", true},  {"tag", &R::tag, "", true},
       {"held", &R::held, "bytes"},      {"moved", &R::moved, "bytes"}, {"unused", &R::unused, "bytes", false, true},
+      {"codec", &R::codec, "", true, true},
   };
   return list;
 }

@@ -2,6 +2,7 @@
 
 #include <numeric>
 
+#include "store/codec_name.hpp"
 #include "store/unused.hpp"
 
 namespace kvlab {
@@ -9,8 +10,14 @@ namespace {
 
 constexpr Tier tiers[] = {Tier::device, Tier::host};
 
-std::int64_t moved(const Ledger& ledger, Tier tier, int tag) {
-  return ledger.moved(tier)[static_cast<std::size_t>(tag)];
+std::string name_of(Stored as, const StoreOptions& o) {
+  switch (as) {
+    case Stored::first: return codec_name(o.codecs[0], o.shape.dtype);
+    case Stored::second: return codec_name(o.codecs[1], o.shape.dtype);
+    case Stored::host: return codec_name(o.host_codec, o.shape.dtype);
+    case Stored::none: return "";
+  }
+  return "";
 }
 
 }  // namespace
@@ -21,8 +28,8 @@ StepLog::StepLog(const Engine& engine, bool parts, results::CellResult& out)
   const bool told = parts || engine.store().stream().device() == Device::cpu;
   for (int p = 0; told && p < part_count; ++p) out_.parts.push_back(name_of(static_cast<Part>(p)));
   for (const Tier tier : tiers)
-    for (int tag = 0; tag < tag_count; ++tag)
-      moved_[{static_cast<int>(tier), tag}] = moved(engine.store().ledger(), tier, tag);
+    for (const Stored as : all_stored)
+      moved_[static_cast<std::size_t>(tier)][static_cast<std::size_t>(as)] = engine.store().ledger().moved(tier, as);
 }
 
 StepLog::Bytes StepLog::step(double ms, double device_ms, const PartSeconds& parts) {
@@ -35,16 +42,18 @@ StepLog::Bytes StepLog::step(double ms, double device_ms, const PartSeconds& par
   const auto unused_of = unused_bytes(engine_.store());
   Bytes sum;
   for (const Tier tier : tiers) {
-    const Ledger::Row& unused = unused_of[static_cast<std::size_t>(tier)];
-    if (tier == Tier::device) sum.unused = std::accumulate(unused.begin(), unused.end(), std::int64_t{0});
-    for (int tag = 0; tag < tag_count; ++tag) {
-      const std::int64_t held = ledger.held(tier)[static_cast<std::size_t>(tag)], all = moved(ledger, tier, tag);
-      std::int64_t& before = moved_[{static_cast<int>(tier), tag}];
-      if (held == 0 && all == before) continue;
-      (tier == Tier::host ? sum.host : sum.device) += all - before;
-      out_.ledger.push_back({step, tier == Tier::host ? "host" : "device", name_of(static_cast<Tag>(tag)), held,
-                             all - before, unused[static_cast<std::size_t>(tag)]});
-      before = all;
+    for (const Stored as : all_stored) {
+      const Ledger::Row& unused = unused_of[static_cast<std::size_t>(tier)][static_cast<std::size_t>(as)];
+      Ledger::Row& before = moved_[static_cast<std::size_t>(tier)][static_cast<std::size_t>(as)];
+      if (tier == Tier::device) sum.unused = std::accumulate(unused.begin(), unused.end(), sum.unused);
+      for (std::size_t tag = 0; tag < tag_count; ++tag) {
+        const std::int64_t held = ledger.held(tier, as)[tag], moved = ledger.moved(tier, as)[tag] - before[tag];
+        if (held == 0 && moved == 0) continue;
+        (tier == Tier::host ? sum.host : sum.device) += moved;
+        before[tag] += moved;
+        out_.ledger.push_back({step, tier == Tier::host ? "host" : "device", name_of(static_cast<Tag>(tag)), held,
+                               moved, unused[tag], name_of(as, engine_.store().options())});
+      }
     }
   }
   return sum;

@@ -1,9 +1,8 @@
 // Logs every engine step of a cell's plain pass: its time and parts, the ledger's rows, and the sums for the memory
 // columns.
 #pragma once
+#include <array>
 #include <cstdint>
-#include <map>
-#include <utility>
 #include <vector>
 
 #include "base/part_timer.hpp"
@@ -35,7 +34,8 @@ class StepLog {
 
   const Engine& engine_;
   results::CellResult& out_;
-  std::map<std::pair<int, int>, std::int64_t> moved_;  // (tier, tag) -> bytes moved before the latest step
+  // Bytes moved before the latest step, by tier, codec and tag.
+  std::array<Ledger::Rows, 2> moved_{};
   std::int64_t fired_ = 0, decode_steps_ = 0, decode_tokens_ = 0;
   // Sums over decode steps.
   double decode_ms_ = 0, device_ms_ = 0, device_bytes_ = 0, host_bytes_ = 0, unused_bytes_ = 0, full_bytes_ = 0;

@@ -113,13 +113,15 @@ int CpuStore::max_length(int layer, const std::vector<std::int32_t>& slots) cons
   return longest;
 }
 
-void CpuStore::count_frame(Tier tier, const PageLayout& l, int sign) {
+void CpuStore::count_frame(Tier tier, const PageEntry& e, int sign) {
+  const PageLayout& l = layout(tier, e);
+  const Stored as = tier == Tier::host ? Stored::host : e.codec > 0 ? Stored::second : Stored::first;
   const std::int64_t columns = std::int64_t{l.state_columns} * l.page_size * 4;
-  ledger_.hold(tier, Tag::keys, sign * (l.v - l.k));
-  ledger_.hold(tier, Tag::values, sign * (l.k_meta - l.v));
-  ledger_.hold(tier, Tag::codec_metadata, sign * (l.positions - l.k_meta));
-  ledger_.hold(tier, Tag::positions, sign * (l.bytes - l.positions - columns));
-  ledger_.hold(tier, Tag::scores, sign * columns);
+  ledger_.hold(tier, Tag::keys, sign * (l.v - l.k), as);
+  ledger_.hold(tier, Tag::values, sign * (l.k_meta - l.v), as);
+  ledger_.hold(tier, Tag::codec_metadata, sign * (l.positions - l.k_meta), as);
+  ledger_.hold(tier, Tag::positions, sign * (l.bytes - l.positions - columns), as);
+  ledger_.hold(tier, Tag::scores, sign * columns, as);
 }
 
 bool CpuStore::take(Tier tier, PageEntry& e, int codec) {
@@ -128,7 +130,7 @@ bool CpuStore::take(Tier tier, PageEntry& e, int codec) {
   if (e.frame == null_frame) return false;
   e.codec = static_cast<std::uint8_t>(tier == Tier::host ? 0 : codec);
   e.tokens = 0;
-  count_frame(tier, l, +1);
+  count_frame(tier, e, +1);
   return true;
 }
 
@@ -136,7 +138,7 @@ void CpuStore::give_back(Tier tier, PageEntry& e) {
   if (e.frame == null_frame) return;
   const PageLayout& l = layout(tier, e);
   arena(tier).free(e.frame, l.bytes);
-  count_frame(tier, l, -1);
+  count_frame(tier, e, -1);
   e = PageEntry{};
 }
 

@@ -67,7 +67,7 @@ class CpuStore final : public Store {
 
   bool take(Tier tier, PageEntry& e, int codec);
   void give_back(Tier tier, PageEntry& e);
-  void count_frame(Tier tier, const PageLayout& l, int sign);
+  void count_frame(Tier tier, const PageEntry& e, int sign);
   void copy_page(int layer, int slot, int head, int page, Tier from, Tier to);
   bool comes_without_keys(const Edit& e, int slot, int head, int page) const;
   void rebuild_pages(const Edit& e, int slot, int head, const std::vector<int>& pages);

@@ -442,6 +442,7 @@ void CudaStore::count_ledger() {
   counted_pages_ = pages;
   for (std::size_t t = 0; t < pools; ++t) {
     const Tier tier = t == host_pool ? Tier::host : Tier::device;
+    const Stored as = t == host_pool ? Stored::host : t == lower_pool ? Stored::second : Stored::first;
     const PageLayout& l = layout_of(t);
     const std::pair<Tag, std::int64_t> parts[] = {{Tag::keys, l.v - l.k},
                                                   {Tag::values, l.k_meta - l.v},
@@ -452,20 +453,22 @@ void CudaStore::count_ledger() {
                        moved = t == lower_pool ? 0 : static_cast<std::int64_t>(known_.moved[t] - counted_moved_[t]),
                        spared = t == lower_pool ? 0 : static_cast<std::int64_t>(known_.spared[t] - counted_spared_[t]);
     for (const auto& [tag, bytes] : parts) {
-      ledger_.hold(tier, tag, (frames - counted_frames_[t]) * bytes);
-      ledger_.move(tier, tag, moved * bytes);
+      ledger_.hold(tier, tag, (frames - counted_frames_[t]) * bytes, as);
+      ledger_.move(tier, tag, moved * bytes, as);
     }
-    for (const Tag side : {Tag::keys, Tag::values}) ledger_.move(tier, side, -spared * 8);
+    for (const Tag side : {Tag::keys, Tag::values}) ledger_.move(tier, side, -spared * 8, as);
     counted_frames_[t] = frames;
     if (t != lower_pool) counted_moved_[t] = known_.moved[t], counted_spared_[t] = known_.spared[t];
     std::int64_t peak = std::max<std::int64_t>(0, known_.peak_frames[t] - frames) * l.bytes;
     if (t == 0 && summary_bytes_) peak += std::max<std::int64_t>(0, known_.peak_pages - pages) * summary_bytes_;
     ledger_.raise_peak(tier, ledger_.total(tier) + peak);
   }
-  ledger_.move(Tier::host, Tag::scores, static_cast<std::int64_t>(known_.states - counted_states_) * columns);
+  ledger_.move(Tier::host, Tag::scores, static_cast<std::int64_t>(known_.states - counted_states_) * columns,
+               Stored::host);
   counted_states_ = known_.states;
   ledger_.move(Tier::device, Tag::keys,
-               static_cast<std::int64_t>(known_.rebuilt - counted_rebuilt_) * (layouts_[0].k - layouts_[0].v));
+               static_cast<std::int64_t>(known_.rebuilt - counted_rebuilt_) * (layouts_[0].k - layouts_[0].v),
+               Stored::first);
   counted_rebuilt_ = known_.rebuilt;
   count_fetched(layouts_[0], static_cast<std::int64_t>(known_.fetched - counted_fetched_));
   counted_fetched_ = known_.fetched;

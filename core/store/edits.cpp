@@ -69,11 +69,12 @@ void CpuStore::copy_page(int layer, int slot, int head, int page, Tier from, Tie
 
 void CpuStore::count_arrival(Tier to, const PageLayout& l, std::int64_t spared) {
   const std::int64_t columns = std::int64_t{l.state_columns} * l.page_size * 4;
-  ledger_.move(to, Tag::keys, l.v - l.k - spared / 2);
-  ledger_.move(to, Tag::values, l.k_meta - l.v - spared / 2);
-  ledger_.move(to, Tag::codec_metadata, l.positions - l.k_meta);
-  ledger_.move(to, Tag::positions, l.bytes - l.positions - columns);
-  ledger_.move(to, Tag::scores, columns);
+  const Stored as = to == Tier::host ? Stored::host : Stored::first;
+  ledger_.move(to, Tag::keys, l.v - l.k - spared / 2, as);
+  ledger_.move(to, Tag::values, l.k_meta - l.v - spared / 2, as);
+  ledger_.move(to, Tag::codec_metadata, l.positions - l.k_meta, as);
+  ledger_.move(to, Tag::positions, l.bytes - l.positions - columns, as);
+  ledger_.move(to, Tag::scores, columns, as);
 }
 
 // Policies write token state in device pages, so the state of a page's host copy is stale.
@@ -84,7 +85,7 @@ void CpuStore::copy_state_down(int layer, int slot, int head, int page) {
   const std::int64_t bytes = std::int64_t{to.state_columns} * to.page_size * 4;
   if (bytes == 0) return;
   std::memcpy(host_.at(lower.frame) + to.state, device_.at(upper.frame) + from.state, static_cast<std::size_t>(bytes));
-  ledger_.move(Tier::host, Tag::scores, bytes);
+  ledger_.move(Tier::host, Tag::scores, bytes, Stored::host);
 }
 
 // Call it when the tokens in a page have changed: a lower copy of a device page is stale, and so is the summary.
@@ -314,7 +315,7 @@ Applied CpuStore::edit_page(const Edit& e, int slot, int head, int page) {
   std::memcpy(device_.at(to.frame) + l.v, host_.at(host.frame) + l.v, static_cast<std::size_t>(l.bytes - l.v));
   to.tokens = host.tokens;
   count_arrival(tier, l);
-  ledger_.move(tier, Tag::keys, l.k - l.v);
+  ledger_.move(tier, Tag::keys, l.k - l.v, Stored::first);
   return {Fit::ok, 1};
 }
 

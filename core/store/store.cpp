@@ -135,11 +135,11 @@ std::int64_t Store::summary_bytes(const StoreOptions& o) {
 void Store::count_fetched(const PageLayout& l, std::int64_t tokens) {
   const auto number = static_cast<std::int64_t>(sizeof(float));  // metadata of a side, a position, a column of state
   const int coded = (l.codec.k.bits > 0) + (l.codec.v.bits > 0);
-  ledger_.move(Tier::device, Tag::keys, tokens * ops::row_bytes(l, true));
-  ledger_.move(Tier::device, Tag::values, tokens * ops::row_bytes(l, false));
-  ledger_.move(Tier::device, Tag::codec_metadata, tokens * coded * number);
-  ledger_.move(Tier::device, Tag::positions, tokens * number);
-  ledger_.move(Tier::device, Tag::scores, tokens * l.state_columns * number);
+  ledger_.move(Tier::device, Tag::keys, tokens * ops::row_bytes(l, true), Stored::first);
+  ledger_.move(Tier::device, Tag::values, tokens * ops::row_bytes(l, false), Stored::first);
+  ledger_.move(Tier::device, Tag::codec_metadata, tokens * coded * number, Stored::first);
+  ledger_.move(Tier::device, Tag::positions, tokens * number, Stored::first);
+  ledger_.move(Tier::device, Tag::scores, tokens * l.state_columns * number, Stored::first);
 }
 
 int Store::open() {

@@ -48,14 +48,17 @@ std::array<std::int64_t, pools> empty_places(const Store& store) {
 
 }  // namespace
 
-std::array<Ledger::Row, 2> unused_bytes(const Store& store) {
+std::array<Ledger::Rows, 2> unused_bytes(const Store& store) {
   const StoreOptions& o = store.options();
   const auto places = empty_places(store);
-  std::array<Ledger::Row, 2> sums{};
-  add_places(frame_layout(o, o.host_codec), places[host_pool], sums[static_cast<std::size_t>(Tier::host)]);
-  for (std::size_t i = 0; i < o.codecs.size(); ++i)
-    add_places(frame_layout(o, o.codecs[i]), places[i == 0 ? device_pool : lower_pool],
-               sums[static_cast<std::size_t>(Tier::device)]);
+  std::array<Ledger::Rows, 2> sums{};
+  const auto add = [&](Tier tier, Stored as, const CodecSpec& codec, CudaPool pool) {
+    add_places(frame_layout(o, codec), places[pool],
+               sums[static_cast<std::size_t>(tier)][static_cast<std::size_t>(as)]);
+  };
+  add(Tier::host, Stored::host, o.host_codec, host_pool);
+  add(Tier::device, Stored::first, o.codecs[0], device_pool);
+  if (o.codecs.size() > 1) add(Tier::device, Stored::second, o.codecs[1], lower_pool);
   return sums;
 }
 

@@ -8,8 +8,8 @@ namespace kvlab {
 
 class Store;
 
-// Returns the bytes of pages for tokens that are not there, by tier and by the ledger's tags. All pages of a head are
+// Returns the bytes of pages for tokens that are not there, by tier, codec and the ledger's tags. All pages of a head are
 // full but the last. Archives count, too. Exact: it waits for the stream, once, where the store's ledger() would.
-std::array<Ledger::Row, 2> unused_bytes(const Store& store);
+std::array<Ledger::Rows, 2> unused_bytes(const Store& store);
 
 }  // namespace kvlab

@@ -607,6 +607,13 @@ class Both {
               cpu.ledger().held(tier)[static_cast<std::size_t>(t)]);
         CHECK(cuda.ledger().moved(tier)[static_cast<std::size_t>(t)] ==
               cpu.ledger().moved(tier)[static_cast<std::size_t>(t)]);
+        for (const Stored as : all_stored) {
+          CAPTURE(static_cast<int>(as));
+          CHECK(cuda.ledger().held(tier, as)[static_cast<std::size_t>(t)] ==
+                cpu.ledger().held(tier, as)[static_cast<std::size_t>(t)]);
+          CHECK(cuda.ledger().moved(tier, as)[static_cast<std::size_t>(t)] ==
+                cpu.ledger().moved(tier, as)[static_cast<std::size_t>(t)]);
+        }
       }
     }
     CHECK(cuda.fired() == cpu.fired());

@@ -302,6 +302,39 @@ TEST_CASE("the ledger tells bytes that hold no token apart, and the summary has 
   }
 }
 
+TEST_CASE("the ledger of a cell has the bytes of each codec") {
+  struct Case {
+    const char* policy;
+    std::set<std::string> codecs, metadata;
+  };
+  const std::set<std::string> none;
+  for (const Case& c :
+       {Case{"full", {"f32"}, none}, Case{"{name: a, policy: full, codec: k4v2}", {"k4v2"}, {"k4v2"}},
+        Case{"{name: a, policy: full, codec: {kivi4: {group: 8, residual: 8}}}", {"f32", "k4cv4t8"}, {"k4cv4t8"}},
+        Case{"{leankv: {window: 8, high_from: 3}}", {"k8v4", "k4v2"}, {"k8v4", "k4v2"}},
+        Case{"{quest: {budget: {tokens: 16}, min_pages: 1, codec: k8v8, placement: {tier: host, resident: 8, codec: k4v4}}}",
+             {"k8v8", "k4v4"},
+             {"k8v8", "k4v4"}}}) {
+    CAPTURE(c.policy);
+    Fixture f(test::policy_of(c.policy, 8));
+    f.add(f.text(61, 1), {}, 5);
+    const results::CellResult result = f.run();
+    CAPTURE(result.summary.error);
+    REQUIRE(result.summary.status == "ok");
+    std::set<std::string> codecs, metadata;
+    for (const results::LedgerRow& row : result.ledger) {
+      CAPTURE(row.engine_step, row.tier, row.tag, row.codec);
+      const bool of_pages = row.tag == "keys" || row.tag == "values" || row.tag == "codec_metadata";
+      if (of_pages) codecs.insert(row.codec);
+      if (row.tag == "codec_metadata") metadata.insert(row.codec);
+      if (row.tag == "summaries" || row.tag == "tables" || row.tag == "workspace") CHECK(row.codec.empty());
+      if (row.codec == "k4v4" || row.tier == "host") CHECK((row.codec == "k4v4") == (row.tier == "host"));
+    }
+    CHECK(codecs == c.codecs);
+    CHECK(metadata == c.metadata);
+  }
+}
+
 TEST_CASE("a cell that does not fit says what it held of its limit, and keeps no half of its results") {
   Fixture f;
   f.conversations();

@@ -29,6 +29,7 @@ void same_memory(const results::CellResult& a, const results::CellResult& b) {
     CHECK(a.ledger[i].engine_step == b.ledger[i].engine_step);
     CHECK(a.ledger[i].tier == b.ledger[i].tier);
     CHECK(a.ledger[i].tag == b.ledger[i].tag);
+    CHECK(a.ledger[i].codec == b.ledger[i].codec);
     CHECK(a.ledger[i].held == b.ledger[i].held);
     CHECK(a.ledger[i].moved == b.ledger[i].moved);
   }
