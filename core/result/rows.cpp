@@ -138,8 +138,8 @@ const std::vector<Field<SampleRow>>& fields(const SampleRow*) {
 const std::vector<Field<LedgerRow>>& fields(const LedgerRow*) {
   using R = LedgerRow;
   static const std::vector<Field<R>> list = {
-      {"engine_step", &R::engine_step}, {"tier", &R::tier, "", true},  {"tag", &R::tag, "", true},
-      {"held", &R::held, "bytes"},      {"moved", &R::moved, "bytes"}, {"unused", &R::unused, "bytes", false, true},
+      {"engine_step", &R::engine_step},     {"tier", &R::tier, "", true},  {"tag", &R::tag, "", true},
+      {"held", &R::held, "bytes"},          {"moved", &R::moved, "bytes"}, {"unused", &R::unused, "bytes", false, true},
       {"codec", &R::codec, "", true, true},
   };
   return list;

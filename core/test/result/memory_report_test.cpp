@@ -36,9 +36,10 @@ TEST_CASE("the memory report has a row for each tier, codec and tag; a step with
         "c1,mixed,device,k4v2,keys,500,1000,0,0\n"
         "c1,mixed,device,,tables,96,96,0,0\n"
         "c1,mixed,host,bf16,values,4,8,-,4\n");
-  CHECK_THAT(memory_report(out, Format::md), Contains("### m, t: mixed (cell c1)") &&
-                                                 Contains("| device | k8v4 | keys | 0.003 | 0.004 | 0.0003 | 0.0003 |") &&
-                                                 Contains("| device | - | tables |"));
+  CHECK_THAT(memory_report(out, Format::md),
+             Contains("### m, t: mixed (cell c1)") &&
+                 Contains("| device | k8v4 | keys | 0.003 | 0.004 | 0.0003 | 0.0003 |") &&
+                 Contains("| device | - | tables |"));
 }
 
 TEST_CASE("the memory report names a cell without a ledger, as a failed one is") {

@@ -128,7 +128,8 @@ TEST_CASE("pages on the host are in the host's codec, which the ledger keeps apa
 }
 
 TEST_CASE("names of codecs say bits and groups") {
-  const CodecSide plain, page{4, CodeKind::integer, CodeAxis::channel}, groups{8, CodeKind::integer, CodeAxis::token, 16};
+  const CodecSide plain, page{4, CodeKind::integer, CodeAxis::channel},
+      groups{8, CodeKind::integer, CodeAxis::token, 16};
   CHECK(codec_name({}, DType::f32) == "f32");
   CHECK(codec_name({plain, plain, true}, DType::bf16) == "bf16 packed");
   CHECK(codec_name({plain, {8}}, DType::bf16) == "k16v8");
