@@ -9,6 +9,7 @@
 #include "base/half.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/codes.hpp"
+#include "ops/page/row_kernels.hpp"
 #include "ops/page/summary_codes.hpp"
 
 namespace kvlab::ops {
@@ -41,43 +42,42 @@ CodeScale put_scale(CodecSide side, float lo, float hi, std::byte* meta) {
   return {half_to_float(stored[0]), half_to_float(stored[1])};
 }
 
-// Codes of the numbers of one group.
-void group_codes(const float* x, int count, CodecSide side, std::byte* meta, std::uint8_t* codes) {
-  float lo = std::numeric_limits<float>::infinity(), hi = -lo;
-  for (int d = 0; d < count; ++d) {
-    lo = x[d] < lo ? x[d] : lo;
-    hi = x[d] > hi ? x[d] : hi;
-  }
-  const CodeScale of = put_scale(side, lo, hi, meta);
-  const auto fill = [&](auto code) {
-    for (int d = 0; d < count; ++d) codes[d] = static_cast<std::uint8_t>(code(x[d]));
-  };
-  if (side.kind == CodeKind::e4m3)
-    fill([&](float y) { return code_of({8, CodeKind::e4m3}, y, of); });
-  else
-    fill([&](float y) { return code_of({side.bits, CodeKind::integer}, y, of); });
+RowKind kind_of(CodecSide side) {
+  if (side.kind == CodeKind::e4m3) return RowKind::e4m3;
+  return side.bits == 8 ? RowKind::u8 : side.bits == 4 ? RowKind::u4 : RowKind::u2;
 }
 
 void encode_codes(const float* x, int dim, CodecSide side, std::byte* row, std::byte* meta) {
-  std::uint8_t codes[256];
+  const RowKernels& kernels = row_kernels();
   const int group = side.group ? side.group : dim;
-  for (int d = 0; d < dim; d += group, meta += 4) group_codes(x + d, group, side, meta, codes + d);
-  pack(codes, dim, side.bits, row);
+  float scale[256], zero[256];
+  for (int d = 0; d < dim; d += group, meta += 4) {
+    float lo, hi;
+    kernels.range(x + d, group, &lo, &hi);
+    const CodeScale of = put_scale(side, lo, hi, meta);
+    std::fill_n(scale + d, group == dim ? 1 : group, of.scale);
+    std::fill_n(zero + d, group == dim ? 1 : group, of.zero);
+  }
+  kernels.encode(x, dim, kind_of(side), scale, zero, group != dim, reinterpret_cast<std::uint8_t*>(row));
 }
 
 // Stores one side of a full page whose tokens share scales. x: f32 [token, head_dim]
 void encode_channels(const float* x, const PageLayout& l, bool key, std::byte* frame) {
   const CodecSide side = side_of(l, key);
   const int p = l.page_size, dim = l.head_dim, group = group_of(side, p, dim);
-  std::vector<std::uint8_t> codes(static_cast<std::size_t>(p) * dim), of_group(group);
-  std::vector<float> column(group);
-  for (int first = 0; first < p; first += group)
+  const RowKernels& kernels = row_kernels();
+  float lo[256], hi[256], scale[256], zero[256];
+  for (int first = 0; first < p; first += group) {
+    const float* rows = x + std::int64_t{first} * dim;
+    kernels.ranges(rows, dim, group, dim, lo, hi);
     for (int d = 0; d < dim; ++d) {
-      for (int t = 0; t < group; ++t) column[t] = x[std::int64_t{first + t} * dim + d];
-      group_codes(column.data(), group, side, frame + meta_offset(l, key, first, d), of_group.data());
-      for (int t = 0; t < group; ++t) codes[std::int64_t{first + t} * dim + d] = of_group[t];
+      const CodeScale of = put_scale(side, lo[d], hi[d], frame + meta_offset(l, key, first, d));
+      scale[d] = of.scale, zero[d] = of.zero;
     }
-  for (int t = 0; t < p; ++t) pack(codes.data() + std::int64_t{t} * dim, dim, side.bits, frame + row_offset(l, key, t));
+    for (int t = 0; t < group; ++t)
+      kernels.encode(rows + std::int64_t{t} * dim, dim, kind_of(side), scale, zero, true,
+                     reinterpret_cast<std::uint8_t*>(frame + row_offset(l, key, first + t)));
+  }
 }
 
 void lower_codes(const std::byte* from, const std::byte* from_meta, CodecSide of, std::byte* to, std::byte* to_meta,

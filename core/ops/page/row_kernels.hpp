@@ -64,10 +64,21 @@ struct RowKernels {
   void (*silu_mul)(const float* gate, const float* up, std::int64_t n, float* out);
   void (*rms_norm)(const float* x, const float* weight, float eps, std::int64_t n, float* out);
   void (*to_bf16)(const float* x, std::int64_t n, std::uint16_t* out);  // rounds as kvlab::bf16 does
+
+  // lo[d] and hi[d]: least and greatest x[t * stride + d] of `rows` rows, d < n. NaN is left out; lo > hi if all are.
+  void (*ranges)(const float* x, std::int64_t stride, int rows, int n, float* lo, float* hi);
+  // The same over the n numbers of one row: one lo, one hi.
+  void (*range)(const float* x, int n, float* lo, float* hi);
+  // Codes of x as code_of gives them, packed as a page stores them. n is a multiple of 8. kind: one of codes. scale and
+  // zero: one of all numbers, or with `each` one for each.
+  void (*encode)(const float* x, int n, RowKind kind, const float* scale, const float* zero, bool each,
+                 std::uint8_t* out);
 };
 
-const RowKernels& row_kernels();  // the fastest that this CPU runs
+const RowKernels& row_kernels();  // the fastest that this CPU runs, or those that KVLAB_ROWS names
 const RowKernels& row_kernels_portable();
-const RowKernels* row_kernels_avx2();  // null when not compiled for x86-64; the CPU must have AVX2 to call them
+// Null when not compiled for x86-64; the CPU must have the instructions to call them (base/cpu.hpp).
+const RowKernels* row_kernels_avx2();
+const RowKernels* row_kernels_avx512();
 
 }  // namespace kvlab::ops

@@ -1,5 +1,5 @@
-// Body of row_kernels_portable.cpp and row_kernels_avx2.cpp: GCC/Clang vectors of KVLAB_LANES floats. The unnamed
-// namespace keeps the linker from using code of a wider instruction set for a narrower one.
+// Body of row_kernels_portable.cpp, row_kernels_avx2.cpp and row_kernels_avx512.cpp: GCC/Clang vectors of KVLAB_LANES
+// floats. The unnamed namespace keeps the linker from using code of a wider instruction set for a narrower one.
 #include <kvlab/dtype.hpp>
 
 #include <cmath>
@@ -41,14 +41,29 @@ KVLAB_INLINE F bits_to_float(U u) {
 KVLAB_INLINE float sum(F v) {
   float s[lanes];
   std::memcpy(s, &v, sizeof v);
-  if constexpr (lanes == 8)
+  if constexpr (lanes == 16)
+    for (int i = 0; i < 8; ++i) s[i] += s[i + 8];
+  if constexpr (lanes >= 8)
     return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
   else
     return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
 // Widening loads; GCC 12 makes four instructions of the portable form where AVX2 has one.
-#if defined(__AVX2__)
+#if KVLAB_LANES == 16  // the masks are full: without one, GCC 12 warns of its own headers
+KVLAB_INLINE U widen(const std::uint16_t* p) {
+  return (U)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+KVLAB_INLINE I widen(const std::uint8_t* p) {
+  return (I)_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+// The first half of the lanes holds the first four bytes at p, the other half the next four.
+KVLAB_INLINE U two_words(const char* p) {
+  const __m512i halves = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+  const __m128i words = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return (U)_mm512_maskz_permutexvar_epi32(0xffff, halves, _mm512_castsi128_si512(words));
+}
+#elif KVLAB_LANES == 8
 KVLAB_INLINE U widen(const std::uint16_t* p) {
   return (U)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -100,7 +115,10 @@ struct ReadU8 {  // returns codes; the sums apply scale and zero
     return __builtin_convertvector(widen(reinterpret_cast<const std::uint8_t*>(row) + d), F);
   }
 };
-#if KVLAB_LANES == 8
+#if KVLAB_LANES == 16
+constexpr U counted = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+            counted_twice = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
+#elif KVLAB_LANES == 8
 constexpr U counted = {0, 1, 2, 3, 4, 5, 6, 7};
 #else
 constexpr U counted = {0, 1, 2, 3};
@@ -112,19 +130,31 @@ struct ReadU4 {  // two elements a byte, the even one in the low bits
     const U u = (U)widen(reinterpret_cast<const std::uint8_t*>(row) + d / 2);
     return to_float(v ? u >> 4 : u & 15u);
   }
+#if KVLAB_LANES == 16
+  KVLAB_INLINE static F tail(const char* row, int d) {
+    return to_float(two_words(row + d / 2) >> counted_twice * 4u & 15u);
+  }
+#else
   KVLAB_INLINE static F tail(const char* row, int d) {
     std::uint32_t word = 0;
     std::memcpy(&word, row + d / 2, lanes / 2);
     return to_float((word - U{}) >> counted * 4u & 15u);
   }
+#endif
 };
 struct ReadU2 {  // four elements a byte
   static constexpr bool paired = true, coded = true;
+#if KVLAB_LANES == 16
+  KVLAB_INLINE static F half(const char* row, int d, int v) {
+    return to_float(two_words(row + d / 4) >> (counted_twice * 4u + (v ? 2u : 0u)) & 3u);
+  }
+#else
   KVLAB_INLINE static F half(const char* row, int d, int v) {
     std::uint32_t word = 0;
     std::memcpy(&word, row + d / 4, lanes / 2);
     return to_float((word - U{}) >> (counted * 4u + (v ? 2u : 0u)) & 3u);
   }
+#endif
   KVLAB_INLINE static F tail(const char* row, int d) {
     std::uint32_t word = 0;
     std::memcpy(&word, row + d / 4, lanes / 4);
@@ -133,7 +163,15 @@ struct ReadU2 {  // four elements a byte
 };
 struct ReadE4m3 {
   static constexpr bool paired = false, coded = true;
-#if defined(__AVX2__)
+#if KVLAB_LANES == 16
+  KVLAB_INLINE static F half(const char* row, int d, int v) { return tail(row, d + v * lanes); }
+  KVLAB_INLINE static F tail(const char* row, int d) {
+    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + d)));
+    const __m256i x = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(wide, 8), 1), _mm256_set1_epi16(-0x4080)),
+                  most = _mm256_set1_epi16(0x3f80), nan = _mm256_cmpeq_epi16(_mm256_and_si256(x, most), most);
+    return (F)_mm512_maskz_cvtph_ps(0xffff, _mm256_or_si256(x, _mm256_and_si256(nan, _mm256_set1_epi16(0x7c00)))) * 0x1p8f;
+  }
+#elif KVLAB_LANES == 8
   // A code's sign, exponent and mantissa are also those of an f16 that is 2^8 times smaller.
   KVLAB_INLINE static F half(const char* row, int d, int v) {
     const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + d)));
@@ -230,27 +268,41 @@ KVLAB_INLINE Meta meta_of(const RowRun& run, int t) {
 
 // Sums of the elements of v[0], v[1], v[2] and v[3].
 using F4 = float __attribute__((vector_size(16)));
-KVLAB_INLINE F4 four_sums(const F* v) {
-#if KVLAB_LANES == 8
-  F pair[2];
+#if KVLAB_LANES >= 8
+using F8 = float __attribute__((vector_size(32)));
+#endif
+KVLAB_INLINE F4 four_sums(const F* of) {
+#if KVLAB_LANES >= 8
+#if KVLAB_LANES == 16
+  F8 v[4];
+  for (int i = 0; i < 4; ++i)
+    v[i] = __builtin_shufflevector(of[i], of[i], 0, 1, 2, 3, 4, 5, 6, 7) +
+           __builtin_shufflevector(of[i], of[i], 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  const F* const v = of;
+#endif
+  F8 pair[2];
   for (int i = 0; i < 2; ++i)
     pair[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 8, 1, 9, 4, 12, 5, 13) +
               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-  const F s = __builtin_shufflevector(pair[0], pair[1], 0, 1, 8, 9, 4, 5, 12, 13) +
-              __builtin_shufflevector(pair[0], pair[1], 2, 3, 10, 11, 6, 7, 14, 15);
+  const F8 s = __builtin_shufflevector(pair[0], pair[1], 0, 1, 8, 9, 4, 5, 12, 13) +
+               __builtin_shufflevector(pair[0], pair[1], 2, 3, 10, 11, 6, 7, 14, 15);
   return __builtin_shufflevector(s, s, 0, 1, 2, 3) + __builtin_shufflevector(s, s, 4, 5, 6, 7);
 #else
   F pair[2];
   for (int i = 0; i < 2; ++i)
-    pair[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 4, 1, 5) +
-              __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 6, 3, 7);
+    pair[i] = __builtin_shufflevector(of[2 * i], of[2 * i + 1], 0, 4, 1, 5) +
+              __builtin_shufflevector(of[2 * i], of[2 * i + 1], 2, 6, 3, 7);
   return __builtin_shufflevector(pair[0], pair[1], 0, 1, 4, 5) + __builtin_shufflevector(pair[0], pair[1], 2, 3, 6, 7);
 #endif
 }
 
-#if KVLAB_LANES == 8
-KVLAB_INLINE void transpose(F* x) {
-  F a[8], b[8];
+// Panels are transposed in blocks of so many rows and columns.
+#if KVLAB_LANES >= 8
+constexpr int block_width = 8;
+using Block = F8;
+KVLAB_INLINE void transpose(Block* x) {
+  Block a[8], b[8];
   for (int i = 0; i < 8; i += 2) {
     a[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
     a[i + 1] = __builtin_shufflevector(x[i], x[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
@@ -266,8 +318,10 @@ KVLAB_INLINE void transpose(F* x) {
   }
 }
 #else
-KVLAB_INLINE void transpose(F* x) {
-  F a[4];
+constexpr int block_width = 4;
+using Block = F;
+KVLAB_INLINE void transpose(Block* x) {
+  Block a[4];
   for (int i = 0; i < 4; i += 2) {
     a[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 4, 1, 5);
     a[i + 1] = __builtin_shufflevector(x[i], x[i + 1], 2, 6, 3, 7);
@@ -308,7 +362,7 @@ KVLAB_INLINE void dot_block(const char* const* row, int dim, const float* q, std
 template <class R, int G>
 void dot_run(const RowRun& run, const RowRun& ahead, int dim, const float* q, std::int64_t q_stride,
              const float* q_sums, float* out, std::int64_t out_stride) {
-  constexpr int rows_at_once = G == 4 ? 2 : dot_rows;  // sums, queries and a row fit 16 registers
+  constexpr int rows_at_once = G == 4 && lanes < 16 ? 2 : dot_rows;  // sums, queries and a row fit 16 or 32 registers
   const char* data = static_cast<const char*>(run.data);
   const auto block = [&](int t, int count, F4* sums) {
     const char* row[dot_rows];
@@ -434,7 +488,7 @@ void turned_row(const RowRun& run, int t, int dim, const float* q, const std::in
 template <class R, int G>
 void turned_run(const RowRun& run, const RowRun& ahead, int dim, const float* q, const std::int32_t* rank,
                 const Turn& turn, float* out, std::int64_t out_stride) {
-  constexpr int at_once = G == 4 ? 1 : 2;
+  constexpr int at_once = G == 4 && lanes < 16 ? 1 : 2;
   for (int t = 0; t < run.count; t += dot_rows) {
     const int count = least(dot_rows, run.count - t);
     if (t < ahead.count)
@@ -496,7 +550,7 @@ template <class R, int G>
 void add_run(const RowRun& run, const RowRun& ahead, int dim, const float* p, std::int64_t p_stride, float* out,
              float* bias) {
   constexpr int piece = 16;             // rows at once
-  constexpr int wide = G == 4 ? 2 : 4;  // vectors per pass: sums, weights and a row fit 16 registers
+  constexpr int wide = G == 4 && lanes < 16 ? 2 : 4;  // vectors per pass: sums, weights and a row fit the registers
   float weights[most_queries * piece];
   for (int t = 0; t < run.count; t += piece) {
     const int count = least(piece, run.count - t);
@@ -579,14 +633,15 @@ void decode(const RowRun& run, int dim, float* out, std::int64_t out_stride) {
   });
 }
 
-// Transposes blocks of lanes x lanes, so that it reads rows and writes columns a vector at a time.
+// Transposes blocks, so that it reads rows and writes columns a vector at a time.
 void pack_panel(const float* rows, int count, int dim, float* panel) {
-  for (int j = 0; j < panel_width; j += lanes)
-    for (int d = 0; d < dim; d += lanes) {
-      F x[lanes];
-      for (int i = 0; i < lanes; ++i) x[i] = j + i < count ? load(rows + (j + i) * dim + d) : F{};
+  for (int j = 0; j < panel_width; j += block_width)
+    for (int d = 0; d < dim; d += block_width) {
+      Block x[block_width] = {};
+      for (int i = 0; i < block_width; ++i)
+        if (j + i < count) std::memcpy(&x[i], rows + (j + i) * dim + d, sizeof x[i]);
       transpose(x);
-      for (int i = 0; i < lanes; ++i) store(panel + (d + i) * panel_width + j, x[i]);
+      for (int i = 0; i < block_width; ++i) std::memcpy(panel + (d + i) * panel_width + j, &x[i], sizeof x[i]);
     }
 }
 
@@ -609,7 +664,7 @@ void panel_block(const float* panel, int dim, const float* q, std::int64_t q_str
 
 void panel_dot(const float* panel, int dim, const float* q, std::int64_t q_stride, int queries, float* out,
                std::int64_t out_stride) {
-  constexpr int block = lanes == 8 ? 6 : 2;  // accumulators that fit 16 registers
+  constexpr int block = lanes == 16 ? 12 : lanes == 8 ? 6 : 2;  // accumulators that fit the registers
   int i = 0;
   for (; i + block <= queries; i += block)
     panel_block<block>(panel, dim, q + i * q_stride, q_stride, out + i * out_stride, out_stride);
@@ -732,8 +787,145 @@ void to_bf16(const float* x, std::int64_t n, std::uint16_t* out) {
   for (; i < n; ++i) out[i] = bf16(x[i]).bits;
 }
 
-constexpr RowKernels table = {KVLAB_NAME, dot, dot_turned, accumulate, square_sum, decode,   rotate,  pack_panel,
-                              panel_dot,  max, scale,      exp_sum,    add_scaled, silu_mul, rms_norm, to_bf16};
+void ranges(const float* x, std::int64_t stride, int rows, int n, float* lo, float* hi) {
+  int d = 0;
+  for (; d + lanes <= n; d += lanes) {
+    F least = splat(HUGE_VALF), most = splat(-HUGE_VALF);
+    for (int t = 0; t < rows; ++t) {
+      const F y = load(x + t * stride + d);
+      least = y < least ? y : least;
+      most = y > most ? y : most;
+    }
+    store(lo + d, least);
+    store(hi + d, most);
+  }
+  for (; d < n; ++d) {
+    lo[d] = HUGE_VALF, hi[d] = -HUGE_VALF;
+    for (int t = 0; t < rows; ++t) {
+      const float y = x[t * stride + d];
+      lo[d] = y < lo[d] ? y : lo[d];
+      hi[d] = y > hi[d] ? y : hi[d];
+    }
+  }
+}
+
+void range(const float* x, int n, float* lo, float* hi) {
+  F least = splat(HUGE_VALF), most = splat(-HUGE_VALF);
+  const auto take = [&](F y) {
+    least = y < least ? y : least;
+    most = y > most ? y : most;
+  };
+  int d = 0;
+  for (; d + lanes <= n; d += lanes) take(load(x + d));
+  if (d < n) take(load_tail(x + d, n - d, x[d]));
+  float a[lanes], b[lanes];
+  store(a, least);
+  store(b, most);
+  for (int width = lanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) {
+      a[i] = a[i + width] < a[i] ? a[i + width] : a[i];
+      b[i] = b[i + width] > b[i] ? b[i + width] : b[i];
+    }
+  *lo = a[0], *hi = b[0];
+}
+
+KVLAB_INLINE U float_bits(F x) {
+  U u;
+  std::memcpy(&u, &x, sizeof u);
+  return u;
+}
+
+// As to_e4m3.
+KVLAB_INLINE U e4m3_code(F y) {
+  const U u = float_bits(y), sign = u >> 24 & 0x80u, size = u & 0x7fffffffu;
+  const U within = size < 0x43e00000u ? size : 0x43e00000u - U{};
+  const U rounded = ((within + 0x7ffffu + (within >> 20 & 1u)) >> 20) - (120u << 3);
+  const U small = float_bits(bits_to_float(within) + 0x1p14f) & 0xfu;
+  const U code = sign | (within < 0x3c800000u ? small : rounded);
+  return size > 0x7f800000u ? 0x7fu - U{} : code;
+}
+
+// As nearest_code of integers up to `most`.
+KVLAB_INLINE U integer_code(F y, F most) {
+  const F above = y > F{} ? y : F{};
+  return float_bits((above < most ? above : most) + 0x1.8p23f) & 0xffu;
+}
+
+KVLAB_INLINE void store_bytes(U codes, std::uint8_t* out) {
+#if KVLAB_LANES == 16
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)codes));
+#elif KVLAB_LANES == 8
+  const __m128i words =
+      _mm_packus_epi32(_mm256_castsi256_si128((__m256i)codes), _mm256_extracti128_si256((__m256i)codes, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packus_epi16(words, words));
+#else
+  const U8 bytes = __builtin_convertvector(codes, U8);
+  std::memcpy(out, &bytes, sizeof bytes);
+#endif
+}
+
+// Packs codes of 4 or 2 bits, one a byte, eight at a time. The first lies in the low bits.
+template <int bits>
+KVLAB_INLINE void squeeze(const std::uint8_t* codes, int n, std::uint8_t* out) {
+  for (int d = 0; d < n; d += 8, out += bits) {
+    std::uint64_t w;
+    std::memcpy(&w, codes + d, 8);
+    w = (w | w >> (8 - bits)) & (bits == 4 ? 0x00ff00ff00ff00ffu : 0x000f000f000f000fu);
+    w = (w | w >> (16 - 2 * bits)) & (bits == 4 ? 0x0000ffff0000ffffu : 0x000000ff000000ffu);
+    w = w | w >> (32 - 4 * bits);
+    std::memcpy(out, &w, bits);
+  }
+}
+
+template <bool e4m3>
+KVLAB_INLINE void codes_of(const float* x, int n, float most, const float* scale, const float* zero, bool each,
+                           std::uint8_t* out) {
+  const F top = splat(most);
+  const auto code = [&](F y, F s, F z) {
+    // Where all numbers are one, the scale is 0. NaN stays NaN.
+    y = s > F{} ? (y - z) / s : y == y ? F{} : y;
+    return e4m3 ? e4m3_code(y) : integer_code(y, top);
+  };
+  int d = 0;
+  for (; d + lanes <= n; d += lanes)
+    store_bytes(code(load(x + d), each ? load(scale + d) : splat(*scale), each ? load(zero + d) : splat(*zero)),
+                out + d);
+  if (d == n) return;
+  std::uint8_t last[lanes];
+  store_bytes(code(load_tail(x + d, n - d, 0), each ? load_tail(scale + d, n - d, 0) : splat(*scale),
+                   each ? load_tail(zero + d, n - d, 0) : splat(*zero)),
+              last);
+  for (int i = 0; d < n; ++i, ++d) out[d] = last[i];
+}
+
+void encode(const float* x, int n, RowKind kind, const float* scale, const float* zero, bool each,
+            std::uint8_t* out) {
+  constexpr int piece = 256;
+  std::uint8_t codes[piece];
+  switch (kind) {
+    case RowKind::e4m3: return codes_of<true>(x, n, 0, scale, zero, each, out);
+    case RowKind::u8: return codes_of<false>(x, n, 255, scale, zero, each, out);
+    case RowKind::u4:
+    case RowKind::u2: break;
+    case RowKind::f32:
+    case RowKind::bf16: return;
+  }
+  for (int d = 0; d < n; d += piece) {
+    const int count = least(piece, n - d);
+    codes_of<false>(x + d, count, kind == RowKind::u4 ? 15 : 3, each ? scale + d : scale, each ? zero + d : zero, each,
+                    codes);
+    if (kind == RowKind::u4)
+      squeeze<4>(codes, count, out + d / 2);
+    else
+      squeeze<2>(codes, count, out + d / 4);
+  }
+}
+
+#if KVLAB_LANES < 16
+constexpr RowKernels table = {KVLAB_NAME, dot,     dot_turned, accumulate, square_sum, decode, rotate,
+                              pack_panel, panel_dot, max,      scale,      exp_sum,    add_scaled, silu_mul,
+                              rms_norm,   to_bf16, ranges,     range,      encode};
+#endif
 
 }  // namespace
 }  // namespace kvlab::ops

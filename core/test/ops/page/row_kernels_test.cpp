@@ -25,6 +25,7 @@ namespace {
 std::vector<const RowKernels*> all_kernels() {
   std::vector<const RowKernels*> all = {&ops::row_kernels_portable()};
   if (has_avx2() && ops::row_kernels_avx2()) all.push_back(ops::row_kernels_avx2());
+  if (has_avx512_bf16() && ops::row_kernels_avx512()) all.push_back(ops::row_kernels_avx512());
   return all;
 }
 
@@ -169,6 +170,80 @@ TEST_CASE("row kernels decode every code") {
   }
 }
 
+// Numbers of every kind: far apart, all the same, NaN and infinite ones.
+static std::vector<float> any_numbers(int n, int trial, std::mt19937& rng) {
+  std::normal_distribution<float> normal;
+  std::vector<float> x(static_cast<std::size_t>(n));
+  for (float& v : x) {
+    v = trial % 5 == 1 ? 0.5f : normal(rng) * (trial % 5 == 2 ? 1e30f : 1.f);
+    if (trial % 5 == 3 && rng() % 8 == 0) v = std::nanf("");
+    if (trial % 5 == 4 && rng() % 8 == 0) v = rng() % 2 ? HUGE_VALF : -HUGE_VALF;
+  }
+  if (trial % 35 == 3) std::fill(x.begin(), x.end(), std::nanf(""));
+  return x;
+}
+
+TEST_CASE("row kernels encode with the bits of the formula, number by number") {
+  std::mt19937 rng(11);
+  for (int trial = 0; trial < 400; ++trial) {
+    const int n = 8 * (1 + static_cast<int>(rng() % 33));
+    const bool each = trial % 2 != 0;
+    const std::vector<float> x = any_numbers(n, trial, rng);
+    std::vector<float> scale, zero;
+    for (int d = 0; d < n; ++d) {
+      scale.push_back(rng() % 8 == 0 ? 0.f : static_cast<float>(rng() % 1000) * 1e-4f);
+      zero.push_back(static_cast<float>(rng() % 1000) * 4e-3f - 2.f);
+    }
+    for (const auto& [kind, side] : {std::pair{ops::RowKind::u8, CodecSide{8}},
+                                     {ops::RowKind::u4, CodecSide{4}},
+                                     {ops::RowKind::u2, CodecSide{2}},
+                                     {ops::RowKind::e4m3, CodecSide{8, CodeKind::e4m3}}}) {
+      std::vector<std::uint8_t> wanted(static_cast<std::size_t>(n * side.bits / 8) + 4, 0);
+      for (int d = 0; d < n; ++d) {
+        const std::size_t i = each ? static_cast<std::size_t>(d) : 0;
+        const unsigned code = ops::code_of(side, x[static_cast<std::size_t>(d)], {scale[i], zero[i]});
+        std::uint8_t& byte = wanted[static_cast<std::size_t>(d * side.bits / 8)];
+        byte = static_cast<std::uint8_t>(byte | code << d * side.bits % 8);
+      }
+      for (const RowKernels* kernels : all_kernels()) {
+        CAPTURE(kernels->name, int(kind), n, each, trial);
+        std::vector<std::uint8_t> got(wanted.size(), 0);  // nothing is written past the row
+        kernels->encode(x.data(), n, kind, scale.data(), zero.data(), each, got.data());
+        REQUIRE(got == wanted);
+      }
+    }
+  }
+}
+
+TEST_CASE("row kernels find the least and the greatest number, NaN left out") {
+  std::mt19937 rng(12);
+  for (int trial = 0; trial < 200; ++trial) {
+    const int n = 1 + static_cast<int>(rng() % 140), rows = 1 + static_cast<int>(rng() % 5), stride = n + 3;
+    const std::vector<float> x = any_numbers(rows * stride, trial, rng);
+    std::vector<float> least(static_cast<std::size_t>(n), HUGE_VALF), most(least.size(), -HUGE_VALF);
+    for (int t = 0; t < rows; ++t)
+      for (int d = 0; d < n; ++d) {
+        const float v = x[static_cast<std::size_t>(t * stride + d)];
+        float &lo = least[static_cast<std::size_t>(d)], &hi = most[static_cast<std::size_t>(d)];
+        lo = std::fmin(lo, v), hi = std::fmax(hi, v);
+      }
+    for (const RowKernels* kernels : all_kernels()) {
+      CAPTURE(kernels->name, n, rows, trial);
+      std::vector<float> lo(least.size()), hi(least.size());
+      kernels->ranges(x.data(), stride, rows, n, lo.data(), hi.data());
+      REQUIRE(lo == least);
+      REQUIRE(hi == most);
+      float row_lo = HUGE_VALF, row_hi = -HUGE_VALF;
+      for (int d = 0; d < n; ++d)
+        row_lo = std::fmin(row_lo, x[static_cast<std::size_t>(d)]),
+        row_hi = std::fmax(row_hi, x[static_cast<std::size_t>(d)]);
+      kernels->range(x.data(), n, lo.data(), hi.data());
+      REQUIRE(lo[0] == row_lo);
+      REQUIRE(hi[0] == row_hi);
+    }
+  }
+}
+
 TEST_CASE("panel products equal plain dot products") {
   std::mt19937 rng(2);
   std::normal_distribution<float> normal;
@@ -282,7 +357,7 @@ TEST_CASE("row kernels round to bf16 as the type does") {
     std::memcpy(&value, &bits, 4);
     x.push_back(value);
   }
-  for (const ops::RowKernels* k : {&ops::row_kernels_portable(), &ops::row_kernels()})
+  for (const ops::RowKernels* k : all_kernels())
     for (std::size_t n : {x.size(), std::size_t{7}, std::size_t{0}}) {
       std::vector<std::uint16_t> out(n);
       k->to_bf16(x.data(), static_cast<std::int64_t>(n), out.data());
