@@ -34,6 +34,8 @@
 #include "cli/verify.hpp"
 #include "experiment/describe.hpp"
 #include "experiment/schema.hpp"
+#include "model/bundled.hpp"
+#include "model/synthetic.hpp"
 #include "plugin/callback.hpp"
 #include "result/attempts.hpp"
 #include "result/memory_report.hpp"
@@ -41,6 +43,7 @@
 #include "result/profile_file.hpp"
 #include "result/profile_report.hpp"
 #include "result/report.hpp"
+#include "run/codec_matrix.hpp"
 #include "run/device.hpp"
 #include "run/generate.hpp"
 #include "run/profile.hpp"
@@ -135,7 +138,8 @@ class CommandLine {
   std::optional<std::string> log_file_;
   CLI::Option* report_html_ = nullptr;
   bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, isolate_ = false, json_ = false,
-       check_ = false, plugins_ = false, attempts_ = false, memory_ = false, ladder_ = false, strict_ = false;
+       check_ = false, plugins_ = false, attempts_ = false, memory_ = false, matrix_ = false, ladder_ = false,
+       strict_ = false;
   SpreadWords spread_;
   GenerateOptions generate_;
   ConformOptions conform_;
@@ -346,12 +350,20 @@ void CommandLine::add_rest() {
                            return 0;
                          }
                          Registry r = registry();
+                         if (matrix_) {
+                           const auto model = model_outline(*open_model(usual_synthetic, "", {}), DType::bf16,
+                                                            usual_synthetic, Device::cpu);
+                           fmt::print("{}", codec_page(codec_tables(RegistryCatalog(r), *model, Device::cpu, 16),
+                                                       "for pages of 16 tokens in bf16 with a head dimension of 128"));
+                           return 0;
+                         }
                          fmt::print("{}", json_ ? list_json(r, word_) : list_text(r, word_));
                          return 0;
                        });
   list->add_option("KIND", word_,
                    "policies, budgets, codecs, profilers, tasks, metrics or models; nothing = all plugins");
   list->add_flag("--json", json_, "plugins with their parameters, for programs");
+  list->add_flag("--matrix", matrix_, "which codec goes with which method, as a Markdown page");
   add_plugin_path(list);
 
   CLI::App* describe = add("describe", "a plugin's parameters, with an example to copy", "kvlab describe NAME", [this] {

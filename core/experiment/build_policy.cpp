@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "compose/coded.hpp"
 #include "compose/compose.hpp"
 #include "compose/forwarding.hpp"
 #include "compose/pruning.hpp"
@@ -49,6 +50,10 @@ std::shared_ptr<Policy> packed(std::shared_ptr<Policy> policy, const PolicySpec&
 std::shared_ptr<Policy> join(const PolicySpec& spec, const PluginCatalog& catalog, std::optional<Injection> injection) {
   if (spec.policy) {
     std::shared_ptr<Policy> policy = make<Policy>(spec.policy, catalog);
+    if (spec.codec && spec.placement.codec)
+      throw Error(Errc::config, "got a codec beside one that packs pages on the host, wanted pages in the run's dtype",
+                  spec.name);
+    if (spec.codec) policy = coded(std::move(policy), *make<Codec>(spec.codec, catalog), spec.name);
     if (spec.placement.codec) policy = packed(std::move(policy), spec, catalog);
     if (!injection) return policy;
     return injected(std::move(policy), spec.name, std::move(*injection));

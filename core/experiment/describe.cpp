@@ -8,6 +8,7 @@
 
 #include "base/content_hash.hpp"
 #include "base/text.hpp"
+#include "compose/coded.hpp"
 #include "experiment/entry_keys.hpp"
 #include "ops/page/paged.hpp"
 #include "plugin/library_note.hpp"
@@ -326,11 +327,11 @@ std::vector<EntryKey> keys_without(std::initializer_list<std::string_view> some)
   return keys;
 }
 
-// The keys that an entry of the plugin takes. A policy of its own has no parts, and of placements a lossless link
-// alone.
+// The keys that an entry of the plugin takes. A policy of its own has no parts but a codec, and of placements a
+// lossless link alone.
 std::vector<EntryKey> keys_of(const PluginInfo& plugin) {
   std::vector<EntryKey> keys =
-      plugin.role == Role::policy   ? keys_without({"scorer", "selector", "rescorer", "schedule", "codec"})
+      plugin.role == Role::policy   ? keys_without({"scorer", "selector", "rescorer", "schedule"})
       : plugin.role == Role::scorer ? keys_without({"policy", "selector", "pruner"})
                                     : keys_without({"policy", "scorer", "rescorer", "schedule"});
   for (EntryKey& key : keys)
@@ -345,6 +346,8 @@ std::vector<EntryKey> keys_of(const PluginInfo& plugin) {
              (k.name == std::string_view("placement") && plugin.role == Role::policy && !needs.host_pages()) ||
              (k.name == std::string_view("budget") && needs.own_amount());
     });
+    if (plugin.role == Role::policy && takes_no_codec(*create<Policy>(plugin, resolve(plugin, {}))))
+      std::erase_if(keys, [](const EntryKey& k) { return k.name == std::string_view("codec"); });
   } catch (const Error&) {  // not known without the plugin's parameters
   }
   return keys;

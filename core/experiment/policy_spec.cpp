@@ -82,12 +82,11 @@ void check_combination(const Node& entry, const Node& body, Problems& problems, 
                  fmt::format("got policy '{}' with a scorer or selector, wanted it alone: it is a whole life cycle",
                              policy.policy->name));
   const bool packs = policy.placement.codec && policy.placement.resident == 0;  // a lossless link (build_policy)
-  for (const char* key : {"codec", "placement"})
-    if (policy.policy && body.find(key) && !(packs && key == std::string_view("placement")))
-      problems.add(place(key),
-                   fmt::format("got a {} beside policy '{}', wanted none: a policy plugin alone says how and "
-                               "where its pages are kept",
-                               key, policy.policy->name));
+  if (policy.policy && body.find("placement") && !packs)
+    problems.add(place("placement"),
+                 fmt::format("got a placement beside policy '{}', wanted none: a policy plugin alone "
+                             "says where its pages are kept",
+                             policy.policy->name));
   if (policy.pruner && policy.scorer)
     problems.add(place("pruner"),
                  fmt::format("got a pruner beside scorer '{}', wanted a selector or a policy: a pruner goes by places, "

@@ -46,16 +46,6 @@ double limit_of(const Play& p) {
   return most;
 }
 
-// Keeps all tokens as the inner policy does, with keys of another regime.
-class KeepsAll final : public ForwardingPolicy {
- public:
-  KeepsAll(std::shared_ptr<Policy> inner, RopeRegime regime) : ForwardingPolicy(std::move(inner)), regime_(regime) {}
-  Needs needs() const override { return inner().needs().rope(regime_); }
-
- private:
-  RopeRegime regime_;
-};
-
 // Checks a run that dropped nothing. A codec beside a method must give what it gives alone, with keys of the method's
 // regime: how far codes are from exact tokens is not the method's concern.
 void check_like_full(const Subject& s, const Play& p, const std::vector<int>& prompt, const std::vector<int>& answer,

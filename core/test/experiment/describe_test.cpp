@@ -118,8 +118,10 @@ TEST_CASE("describe lists the keys that an entry of the plugin takes, and no oth
   };
   CHECK(keys("knorm") == "scorer rescorer budget schedule codec placement page_size profile with split");
   CHECK(keys("quest") == "selector pruner budget codec placement page_size ");
-  CHECK(keys("arkvale") == "policy pruner budget placement page_size ");
-  CHECK(keys("flexicache") == "policy pruner budget placement page_size profile ");
+  CHECK(keys("arkvale") == "policy pruner budget codec placement page_size ");
+  CHECK(keys("flexicache") == "policy pruner budget codec placement page_size profile ");
+  CHECK(keys("leankv") == "policy pruner page_size ");
+  CHECK(keys("think") == "policy pruner page_size ");
   CHECK(keys("full") == "policy pruner codec placement page_size ");
 }
 

@@ -13,6 +13,7 @@
 
 #include "cases/quick.hpp"
 #include "compose/compose.hpp"
+#include "compose/forwarding.hpp"
 #include "engine/engine.hpp"
 #include "experiment/build_policy.hpp"
 #include "model/checkpoint.hpp"
@@ -100,11 +101,12 @@ class Subjects {
     const auto in_codes = [](const PluginInfo& p) { return under_test(p) && find_param(p, "summary_bits"); };
     for (const PluginInfo* p : selectors) {
       if (under_test(*p)) add(*p, p->name, [&](PolicySpec& s) { s.selector = use(*p); });
-      if (in_codes(*p)) add(*p, p->name + ", summary_bits: 8", [&](PolicySpec& s) { s.selector = use(*p, codes); });
+      if (in_codes(*p))
+        add(*p, p->name + ", summary_bits: 8", [&](PolicySpec& s) { s.selector = use_with(*p, codes); });
     }
     for (const PluginInfo* p : all(Role::policy)) {
       if (under_test(*p)) add(*p, p->name, [&](PolicySpec& s) { s.policy = use(*p); });
-      if (in_codes(*p)) add(*p, p->name + ", summary_bits: 8", [&](PolicySpec& s) { s.policy = use(*p, codes); });
+      if (in_codes(*p)) add(*p, p->name + ", summary_bits: 8", [&](PolicySpec& s) { s.policy = use_with(*p, codes); });
     }
     // In this tree adakv, which divides by the scores, meets all scorers. Each other budget meets snapkv and three
     // more, in turn. KVLAB_CONTRACT_PAIRS=all asks every pair.
@@ -169,6 +171,10 @@ class Subjects {
     return build_policy(spec, catalog_, profile_of(spec, model));
   }
   PluginUse codec(const std::string& name) const { return use(registry_.require(Role::codec, name)); }
+  CodecSpec codec_of(const PluginUse& use) const {
+    return create<Codec>(registry_.require(Role::codec, use.name), use.params)->spec();
+  }
+  const PluginCatalog& catalog() const { return catalog_; }
   Instance<Scorer> scorer(const PolicySpec& spec) {
     return create<Scorer>(registry_.require(Role::scorer, spec.scorer->name), spec.scorer->params);
   }
@@ -198,13 +204,13 @@ class Subjects {
   PolicySpec as_full(PolicySpec spec) {
     if (spec.pruner)
       if (const PluginInfo& info = registry_.require(Role::pruner, spec.pruner->name); find_param(info, "p"))
-        spec.pruner = use(info, {{"p", 1.}});
+        spec.pruner = use_with(info, {{"p", 1.}});
     if (!spec.policy) return spec;
     const PluginInfo& info = registry_.require(Role::policy, spec.policy->name);
     std::map<std::string, ParamValue> given;
     if (find_param(info, "p")) given["p"] = 1.;
     if (find_param(info, "positions")) given["positions"] = std::string("original");
-    if (!given.empty()) spec.policy = use(info, given);
+    if (!given.empty()) spec.policy = use_with(info, given);
     return spec;
   }
 
@@ -218,15 +224,13 @@ class Subjects {
     return spec;
   }
 
- private:
-  std::vector<const PluginInfo*> all(Role role) { return registry_.list(role); }
   // The defaults, but without dense layers, which could be all layers of a tiny model, and with layers by number that
   // it has. Sinks and window of a policy, and of a scorer that pins many tokens, must leave room in the suite's
   // budgets. So must outliers and local chunks, and the rank of keys must be less than a tiny model's. A codec's
   // residual must leave pages to encode. A policy of an amount of its own may keep nothing but sinks and window. These
   // then cover the suite's short prompts, or it leaves them whole. One that reads pages of an amount of its own leaves
   // some out, and its groups of pages are small.
-  static PluginUse use(const PluginInfo& p, std::map<std::string, ParamValue> given = {}) {
+  static PluginUse use_with(const PluginInfo& p, std::map<std::string, ParamValue> given) {
     if (find_param(p, "dense_layers")) given["dense_layers"] = std::int64_t{0};
     if (find_param(p, "full_layers")) given["full_layers"] = std::string();
     if (p.role == Role::policy || (p.role == Role::scorer && pins_many(p)))
@@ -246,6 +250,10 @@ class Subjects {
     if (p.role == Role::codec && find_param(p, "residual")) given["residual"] = std::int64_t{8};
     return {p.role, p.name, resolve(p, given)};
   }
+  static PluginUse use(const PluginInfo& p) { return use_with(p, {}); }
+
+ private:
+  std::vector<const PluginInfo*> all(Role role) { return registry_.list(role); }
   static bool pins_many(const PluginInfo& scorer) {
     const Pins pins = create<Scorer>(scorer, resolve(scorer, {}))->pins(48);
     return pins.first + pins.last > 40;
@@ -331,6 +339,16 @@ inline std::vector<Subject> about(const std::string& what, bool (*applies)(const
   return list;
 }
 inline std::vector<Subject> about_all() { return about("policies, scorers, selectors, budgets and codecs"); }
+
+// Keeps all tokens as the inner policy does, with keys of another regime.
+class KeepsAll final : public ForwardingPolicy {
+ public:
+  KeepsAll(std::shared_ptr<Policy> inner, RopeRegime regime) : ForwardingPolicy(std::move(inner)), regime_(regime) {}
+  Needs needs() const override { return inner().needs().rope(regime_); }
+
+ private:
+  RopeRegime regime_;
+};
 
 inline PolicySpec full_spec() {
   PolicySpec s;

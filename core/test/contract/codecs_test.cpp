@@ -1,0 +1,171 @@
+// Every codec beside every method, from the same tables as plugins/CODECS.md. The run is short; what each codec and
+// method must keep is the business of the other cases.
+#include <catch2/catch.hpp>
+#include <kvlab/error.hpp>
+#include <tuple>
+
+#include "run/codec_matrix.hpp"
+#include "support/contract.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+constexpr int prompt_tokens = 60, budget = 48;
+
+struct Run {
+  std::shared_ptr<const Model> model = tiny_model("llama-gqa3", DType::bf16);
+  std::vector<int> prompt = test_text(prompt_tokens, model->config.vocab),
+                   answer = test_text(4, model->config.vocab, 101);
+  std::map<std::tuple<std::string, RopeRegime>, Logits> alone;  // of a codec, by its name
+
+  const Logits& codec_alone(const std::optional<PluginUse>& codec, RopeRegime regime) {
+    auto& known = alone[{codec ? codec->name : "", regime}];
+    if (known.empty()) {
+      PolicySpec spec = full_spec();
+      spec.codec = codec;
+      Play p(model, spec);
+      p.replace(std::make_shared<KeepsAll>(p.policy, regime));
+      known = p.run(prompt, answer);
+    }
+    return known;
+  }
+};
+
+// Whether a method runs on the suite's device.
+bool runs_here(const PolicySpec& spec) {
+  const Needs needs = subjects().policy(spec)->needs();
+  const auto& devices = needs.devices();
+  return devices.empty() || std::count(devices.begin(), devices.end(), contract_device()) > 0;
+}
+
+// Whether a plugin of the entry is under test.
+bool about(const PolicySpec& spec) {
+  bool yes = of_the_tree();
+  for_each_use(spec,
+               [&](const PluginUse& use) { yes = yes || under_test(*subjects().catalog().find(use.role, use.name)); });
+  return yes;
+}
+
+std::int64_t bytes(const Ledger::Row& row) {
+  return row[static_cast<std::size_t>(Tag::keys)] + row[static_cast<std::size_t>(Tag::values)];
+}
+
+// The pages have the codecs that the entry names, and no others.
+void check_stored(const PolicySpec& spec, const Play& p) {
+  const Store& store = p.engine->store();
+  const StoreOptions& o = store.options();
+  if (spec.codec) {
+    const CodecSpec codec = subjects().codec_of(*spec.codec);
+    const bool two = o.codecs.size() == 2;
+    CHECK(o.codecs.back() == codec);
+    CHECK(bytes(store.ledger().held(Tier::device, two ? Stored::second : Stored::first)) > 0);
+  } else if (!spec.policy) {
+    CHECK(o.codecs == std::vector<CodecSpec>{CodecSpec{}});
+  }
+  if (spec.placement.codec) CHECK(o.host_codec == subjects().codec_of(*spec.placement.codec));
+  if (spec.placement.tier == Tier::host) CHECK(bytes(store.ledger().moved(Tier::host, Stored::host)) > 0);
+}
+
+void check_runs(const PolicySpec& spec, Run& run) {
+  PolicySpec limited = spec;
+  if (takes_budget(spec, subjects().catalog())) limited.budget = {BudgetAmount::tokens, budget};
+  Play p(run.model, limited);
+  CHECK(finite(p.run(run.prompt, run.answer)));
+  check_stored(spec, p);
+  const Needs needs = p.policy->needs();
+  // With all tokens a method gives what its codec gives alone.
+  if (spec.placement.tier == Tier::host || needs.own_amount() || needs.functional() || needs.rebuilds_keys()) return;
+  Play all(run.model, subjects().as_full(spec));
+  const Logits got = all.run(run.prompt, run.answer), &wanted = run.codec_alone(spec.codec, needs.rope());
+  CHECK((on_cuda() ? worst(got, wanted) < 0.03 : got == wanted));
+}
+
+void check_refused(const CodecCell& cell, const Run& run) {
+  try {
+    Play p(run.model, cell.spec);
+    FAIL("no error");
+  } catch (const Error& e) {
+    CHECK((e.code() == Errc::config || e.code() == Errc::unsupported));
+    CHECK(e.message() == cell.refused);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("every codec goes with every method and tier, or is refused by name before the run") {
+  Run run;
+  const auto tables = codec_tables(subjects().catalog(), *run.model, contract_device(), 8, Subjects::use);
+  REQUIRE(tables.size() == 3);
+  for (const CodecTable& t : tables)
+    for (std::size_t row = 0; row < t.cells.size(); ++row)
+      for (std::size_t column = 0; column < t.cells[row].size(); ++column) {
+        const CodecCell& cell = t.cells[row][column];
+        // On a GPU each method meets one codec, in turn.
+        if (!about(cell.spec) || (on_cuda() && row % t.column_names.size() != column)) continue;
+        CAPTURE(t.title, t.row_names[row], t.column_names[column], cell.refused);
+        if (!cell.refused.empty())
+          check_refused(cell, run);
+        else if (runs_here(cell.spec))
+          check_runs(cell.spec, run);
+      }
+}
+
+TEST_CASE("splits go with codecs on both tiers, or are refused by name before the run", "[cpu]") {
+  if (skip_on_cuda()) return;
+  Run run;
+  const auto tables = codec_tables(subjects().catalog(), *run.model, contract_device(), 8, Subjects::use);
+  const CodecTable& t = tables[0];
+  std::size_t turn = 0;
+  int ran = 0;
+  for (std::size_t row = 0; row < t.cells.size(); ++row)
+    for (std::size_t column = 0; column < t.cells[row].size(); ++column) {
+      PolicySpec spec = t.cells[row][column].spec;
+      if (!spec.split) break;
+      // Each codec of the device meets one of the host, another one with each split.
+      spec.placement.tier = Tier::host;
+      spec.placement.codec = t.cells[0][(column + turn) % t.cells[0].size()].spec.codec;
+      turn += column + 1 == t.cells[row].size();
+      if (!about(spec)) continue;
+      CAPTURE(t.row_names[row], spec.codec->name, spec.placement.codec->name);
+      try {
+        subjects().policy(spec);
+      } catch (const Error& e) {
+        CHECK(e.code() == Errc::config);
+        continue;
+      }
+      check_runs(spec, run);
+      ++ran;
+    }
+  if (of_the_tree()) CHECK(ran > 0);
+}
+
+namespace {
+
+class Fixed final : public PluginCatalog {
+ public:
+  const PluginInfo* find(Role, const std::string&) const override { return nullptr; }
+  std::vector<std::string> names(Role) const override { return {}; }
+};
+
+}  // namespace
+
+TEST_CASE("without plugins the tables have the full cache alone", "[cpu]") {
+  const auto tables = codec_tables(Fixed(), *tiny_model("llama-gqa3"), Device::cpu, 8);
+  REQUIRE(tables.size() == 3);
+  CHECK(tables[0].row_names == std::vector<std::string>{"full"});
+  CHECK(tables[0].cells[0].empty());
+  CHECK(tables[1].column_names == std::vector<std::string>{"as on the device"});
+  CHECK(tables[1].cells[0][0].refused.empty());
+}
+
+TEST_CASE("a page of tables numbers each reason once, names left out", "[cpu]") {
+  CodecTable t{"T", "method", "codec", {"a", "b"}, {"x", "y"}, {{{}, {}}, {{}, {}}}};
+  t.cells[0][1].refused = "got codec 'y' beside 'a', wanted none";
+  t.cells[1][0].refused = "got codec 'x' beside 'b', wanted none";
+  t.cells[1][1].refused = "other";
+  CHECK_THAT(codec_page({t}, "for this"),
+             Catch::Contains("## T\n\n| method | x | y |\n|---|---|---|\n| `a` | ok | 1 |\n| `b` | 1 | 2 |\n") &&
+                 Catch::Contains("\n1. got codec beside, wanted none\n2. other\n") && Catch::Contains("\nfor this.\n"));
+}
