@@ -99,17 +99,23 @@ TEST_CASE("every codec goes with every method and tier, or is refused by name be
   const auto tables = codec_tables(subjects().catalog(), *run.model, contract_device(), 8, Subjects::use);
   REQUIRE(tables.size() == 3);
   for (const CodecTable& t : tables)
-    for (std::size_t row = 0; row < t.cells.size(); ++row)
-      for (std::size_t column = 0; column < t.cells[row].size(); ++column) {
-        const CodecCell& cell = t.cells[row][column];
-        // On a GPU each method meets one codec, in turn.
-        if (!about(cell.spec) || (on_cuda() && row % t.column_names.size() != column)) continue;
+    for (std::size_t row = 0; row < t.cells.size(); ++row) {
+      const std::vector<CodecCell>& cells = t.cells[row];
+      const auto runs = [](const CodecCell& c) { return c.refused.empty(); };
+      const auto all = static_cast<std::size_t>(std::count_if(cells.begin(), cells.end(), runs));
+      std::size_t at = 0;
+      for (std::size_t column = 0; column < cells.size(); ++column) {
+        const CodecCell& cell = cells[column];
+        // On a GPU each method meets one of its codecs, in turn.
+        if (on_cuda() && (!runs(cell) || at++ != row % all)) continue;
+        if (!about(cell.spec)) continue;
         CAPTURE(t.title, t.row_names[row], t.column_names[column], cell.refused);
-        if (!cell.refused.empty())
+        if (!runs(cell))
           check_refused(cell, run);
         else if (runs_here(cell.spec))
           check_runs(cell.spec, run);
       }
+    }
 }
 
 TEST_CASE("splits go with codecs on both tiers, or are refused by name before the run", "[cpu]") {
