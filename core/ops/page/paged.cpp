@@ -146,6 +146,7 @@ void draw_in(const std::byte* frame, const PageLayout& l, int tokens, float* lo,
 }  // namespace
 
 PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim, int state_columns) {
+  row_kernels();  // a wrong KVLAB_ROWS is refused here: no thread of a parallel region may throw
   if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16)
     fail(Errc::unsupported, "make_layout",
          std::string("got a cache of ") + name_of(dtype) + ", wanted f32, bf16 or f16");

@@ -125,6 +125,32 @@ TEST_CASE("several profiles are reported by the heads that they have in common, 
   CHECK(test::run_kvlab({"report", a, file}).code == 2);
 }
 
+TEST_CASE("list --matrix is a page, and report --memory has the bytes of each codec of a run") {
+  const Ended page = test::run_kvlab({"list", "--matrix"});
+  CHECK(page.code == 0);
+  CHECK_THAT(page.said, Catch::StartsWith("# Codecs beside methods\n") && Catch::Contains("\n| `full` | ok |"));
+  const Folder folder;
+  REQUIRE(run(folder, "  - full\n  - {name: coded, policy: full, codec: k8v4}\n").code == 0);
+  const Ended memory = test::run_kvlab({"report", folder / "out.h5", "--memory", "--format", "csv"});
+  CHECK(memory.code == 0);
+  CHECK_THAT(memory.said,
+             Catch::Contains(",coded,device,k8v4,codec_metadata,") && Catch::Contains(",full,device,f32,keys,"));
+  CHECK(test::run_kvlab({"report", folder / "out.h5", "--memory", "--plugins"}).code == 2);
+}
+
+TEST_CASE("KVLAB_ROWS names the kernels of stored rows, and another word is refused") {
+  const Folder folder;
+  const std::string file = folder.write("e.yaml", experiment("  - full\n"));
+  const auto with = [&](const char* word) {
+    return test::run_kvlab({"run", file, "-o", folder / (std::string(word) + ".h5")},
+                           [word] { setenv("KVLAB_ROWS", word, 1); });
+  };
+  CHECK(with("portable").code == 0);
+  const Ended wrong = with("sse");
+  CHECK(wrong.code == 2);
+  CHECK_THAT(wrong.said, Catch::Contains("got KVLAB_ROWS=sse, wanted avx512, avx2 or portable"));
+}
+
 TEST_CASE("conform counts what it skips by the reason, and names it with --verbose") {
   const std::string profilers = (test::plugin_folder() / "libhead_stats.so").string();
   const Ended ended = test::run_kvlab({"conform", profilers, "--case", "generated", "--backend", "cpu"});
