@@ -134,7 +134,7 @@ TEST_CASE("list --matrix is a page, and report --memory has the bytes of each co
   const Ended memory = test::run_kvlab({"report", folder / "out.h5", "--memory", "--format", "csv"});
   CHECK(memory.code == 0);
   CHECK_THAT(memory.said,
-             Catch::Contains(",coded,device,k8v4,codec_metadata,") && Catch::Contains(",full,device,f32,keys,"));
+             Catch::Contains(",coded,device,k8v4,codec_metadata,") && Catch::Contains(",full,device,bf16,keys,"));
   CHECK(test::run_kvlab({"report", folder / "out.h5", "--memory", "--plugins"}).code == 2);
 }
 
