@@ -46,6 +46,7 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   s.scratch_limit = o.scratch_limit;
   s.host_pages = needs.host_pages();
   s.pauses = needs.pauses();
+  s.reload_steps = o.reload_steps;
   s.all_layers = needs.all_layers();
   s.planned_on_host = needs.planned_on_host();
   s.archive = needs.archive();

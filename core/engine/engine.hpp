@@ -38,6 +38,7 @@ struct EngineOptions {
   const RecordedMass* recorded = nullptr;  // for a policy that needs future mass; borrowed
   // Of a recording, in place of the model's, which may be an outline; borrowed. One slot, whole prompts, no logits.
   const RecordedRows* rows = nullptr;
+  int reload_steps = 0;       // StoreOptions::reload_steps, for tests
   int layers_beside = 8;      // whose observe shares launches beside the step; tests take fewer
   bool protect_host = false;  // tests: the host tier is unreadable while attention runs
 };
@@ -142,6 +143,8 @@ class Engine final : private LayerHooks {
   std::int64_t host_room_bytes() const;
   std::int64_t host_used_bytes() const { return store_->page_bytes(Tier::host); }
   std::int64_t host_needed_bytes(int slot) const;
+  // Whether prompts end before the policy may compress any layer of them.
+  bool compresses_at_end() const { return needs_.finish_prompt(); }
   bool fills_host() const { return needs_.archive() || (needs_.host_pages() && options_.spill == Spill::always); }
   std::int64_t step_bytes() const { return full_bytes(1) * (needs_.host_pages() ? 2 : 1); }
   std::int64_t used_bytes() const { return store_->page_bytes(Tier::device); }

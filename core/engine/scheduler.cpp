@@ -105,7 +105,8 @@ bool Scheduler::fits(std::size_t index) const {
   if (free == Engine::no_limit) return true;
   const std::int64_t kept = leaves ? least.bytes : all;
   // A whole prompt is compressed in each layer before the next layer runs, a chunked one at its end.
-  const bool whole = options_.prefill_chunk == 0 || prompt <= static_cast<std::size_t>(options_.prefill_chunk);
+  const bool whole = !engine_.compresses_at_end() &&
+                     (options_.prefill_chunk == 0 || prompt <= static_cast<std::size_t>(options_.prefill_chunk));
   const std::int64_t peak = whole ? std::min(all, kept + all / engine_.store().shape().layers) : all;
   std::int64_t after = kept + (more ? engine_.full_bytes(static_cast<int>(more)) : 0);
   if (more && leaves && says.decode >= 0) after = std::min(after, says.decode);

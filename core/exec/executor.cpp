@@ -20,7 +20,7 @@ Fit Executor::prefill(int slot, std::span<const int> tokens, bool last, LayerHoo
                 "a prompt");
   std::vector<std::int32_t> position(tokens.size());
   for (std::size_t t = 0; t < position.size(); ++t) position[t] = first + static_cast<std::int32_t>(t);
-  cache_.await_reloads({slot});
+  if (cache_.await_reloads({slot}) != Fit::ok) return Fit::out_of_memory;
   begin(tokens, position, hooks.wants_prompt_output() ? Phase::prompt_shown : Phase::prompt);
   embed(n);
   for (int layer = 0; layer < model_->config.layers; ++layer) {
@@ -83,11 +83,12 @@ Fit Executor::decode(const std::vector<std::int32_t>& slots, std::span<const int
                      const StepResult& out) {
   std::vector<std::int32_t> position;
   for (const std::int32_t slot : slots) position.push_back(cache_.position(slot));
-  cache_.await_reloads(slots);
+  if (cache_.await_reloads(slots) != Fit::ok) return Fit::out_of_memory;
   begin(tokens, position, Phase::decode);
   if (const Fit fit = run(slots, hooks, out); fit != Fit::ok) return fit;
   for (const std::int32_t slot : slots)
     if (cache_.advance(slot, 1, true).fit != Fit::ok) return Fit::out_of_memory;
+  cache_.note_reloads();
   read(static_cast<std::int64_t>(slots.size()), out);
   cache_.start_reloads();
   return Fit::ok;

@@ -50,6 +50,7 @@ CpuStore::CpuStore(const StoreOptions& options)
   for (auto& t : table_) t.resize(heads * pages_per_head_);
   lengths_.resize(heads);
   lower_pages_.resize(heads);
+  reload_left_.resize(static_cast<std::size_t>(options.shape.max_slots));
   if (options.archive) archive_.resize(heads * pages_per_head_), archived_.resize(heads);
   ledger_.hold(Tier::device, Tag::tables, taken.tables);
   summary_pool_ = MappedArray(taken.summaries);
@@ -78,7 +79,30 @@ void CpuStore::close(int slot) {
       free_archive(layer, slot, head);
     }
   workspace_.clear_slot(slot);
+  reload_left_[static_cast<std::size_t>(slot)] = 0;
   forget(slot);
+}
+
+// Pages that find no frames wait on. Who awaits the row hears of it.
+void CpuStore::start_reloads() {
+  if (!keeps_reloads()) return;
+  for (int slot = 0; slot < options_.shape.max_slots; ++slot) {
+    if (!waits_for_pages(slot)) continue;
+    int& left = reload_left_[static_cast<std::size_t>(slot)];
+    if (left == 0)
+      left = options_.reload_steps;
+    else if (--left == 0)
+      bring_pages(slot);
+  }
+}
+
+Fit CpuStore::await_reloads(const std::vector<std::int32_t>& slots) {
+  for (const int slot : slots) {
+    if (!waits_for_pages(slot)) continue;
+    reload_left_[static_cast<std::size_t>(slot)] = 0;
+    if (const Fit fit = bring_pages(slot); fit != Fit::ok) return fit;
+  }
+  return Fit::ok;
 }
 
 PagedKv CpuStore::view(int layer, const std::vector<std::int32_t>& slots, Tier tier) const {

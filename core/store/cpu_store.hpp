@@ -16,6 +16,9 @@ class CpuStore final : public Store {
   CpuStore* cpu() override { return this; }
 
   void close(int slot) override;
+  void start_reloads() override;
+  bool reloading(int slot) override { return waits_for_pages(slot); }
+  Fit await_reloads(const std::vector<std::int32_t>& slots) override;
   PagedKv view(int layer, const std::vector<std::int32_t>& slots, Tier tier = Tier::device) const override;
   PagedKv view_all(const std::vector<std::int32_t>& slots) const override;
   Summaries summaries(int layer) const override;
@@ -101,6 +104,7 @@ class CpuStore final : public Store {
   void mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) override;
   Fit recall_layer(int layer, int slot) override;
   std::int64_t free_frames(Tier tier) const override;
+  bool keeps_reloads() const override { return options_.reload_steps > 0; }
   Fit take_pages(int layer, int slot, int tokens);
   IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) override;
   template <class Body>
@@ -125,7 +129,8 @@ class CpuStore final : public Store {
   std::vector<PageEntry> archive_;               // [layer, slot, kv_head, page] of the host, with StoreOptions::archive
   std::vector<std::int32_t> archived_;           // [layer, slot, kv_head] its tokens
   MappedArray summary_pool_;
-  std::vector<int> touched_;  // pages that an eviction changed; a member, so that a decode step allocates nothing
+  std::vector<int> reload_left_;  // [slot] steps or chunks until its pages come; 0 = none wait, or of this step
+  std::vector<int> touched_;      // pages that an eviction changed; a member, so that a decode step allocates nothing
 };
 
 }  // namespace kvlab

@@ -351,6 +351,12 @@ void CudaStore::settle() {
   placing_.assign(placing_.size(), false);
 }
 
+void CudaStore::note_reloads() {
+  if (!reloads_) return;
+  settle();
+  reloads_->note();
+}
+
 // Frames that copies give back make the host's numbers stale.
 void CudaStore::start_reloads() {
   if (!reloads_) return;
@@ -364,8 +370,9 @@ bool CudaStore::reloading(int slot) {
   return reloads_->under_way(slot);
 }
 
-void CudaStore::await_reloads(const std::vector<std::int32_t>& slots) {
+Fit CudaStore::await_reloads(const std::vector<std::int32_t>& slots) {
   if (reloads_) stale_ = reloads_->await(layer(0), slots) || stale_;
+  return Fit::ok;
 }
 
 bool CudaStore::all_reloaded() const {

@@ -90,9 +90,10 @@ class CudaStore final : public Store {
   std::int64_t page_limit() const override;
   std::int64_t spare_bytes() const override;
   void settle() override;
+  void note_reloads() override;
   void start_reloads() override;
   bool reloading(int slot) override;
-  void await_reloads(const std::vector<std::int32_t>& slots) override;
+  Fit await_reloads(const std::vector<std::int32_t>& slots) override;
   void protect_host(bool on) override;
   ops::FinalList* final_list() override;
   void check_invariants() const override;

@@ -12,26 +12,37 @@ namespace {
 constexpr std::size_t word = sizeof(std::int32_t);
 const CudaRuntime& runtime() { return require_cuda("work beside a stream").runtime; }
 
+// A batch has room for half as many jobs again, so that the next one of about its size needs no memory.
+std::int64_t most_in_batches(std::int64_t most_jobs) { return most_jobs + most_jobs / 2; }
+std::size_t batch_bytes(std::int64_t jobs) { return static_cast<std::size_t>(5 * jobs + 3) * word; }
+
 }  // namespace
 
 std::size_t Reloads::bytes(std::int64_t most_jobs, int slots) {
-  return static_cast<std::size_t>(4 * most_jobs + 2 + slots) * word;
+  const auto most_batches = static_cast<std::size_t>(slots);  // each has a slot of its own
+  return static_cast<std::size_t>(4 * most_jobs + 2 + slots) * word + batch_bytes(most_in_batches(most_jobs)) +
+         most_batches * batch_bytes(0);
 }
 
 Reloads::Reloads(Stream main, std::int64_t most_jobs, int slots)
     : main_(main),
       side_(Device::cuda, true),
       planned_(runtime().new_event()),
+      most_in_batches_(most_in_batches(most_jobs)),
       slots_(slots),
       jobs_(main, static_cast<std::size_t>(4 * most_jobs) * word),
       marks_(main, static_cast<std::size_t>(2 + slots) * word),
-      known_(static_cast<std::size_t>(2 + slots)) {
+      known_(static_cast<std::int32_t*>(runtime().allocate_pinned(marks_.bytes()))),
+      noted_(runtime().new_event()) {
+  if (!known_) throw std::bad_alloc();
   zero_memory(marks_.as<>(), marks_.bytes(), main_);
 }
 
 Reloads::~Reloads() {
   for (const auto& b : batches_) runtime().delete_event(b->done);
   runtime().delete_event(planned_);
+  runtime().delete_event(noted_);
+  runtime().free_pinned(known_);
 }
 
 void Reloads::plan_to(CudaStorePlace& a) {
@@ -42,17 +53,22 @@ void Reloads::plan_to(CudaStorePlace& a) {
 }
 
 Reloads::Batch& Reloads::idle(std::int64_t jobs) {
+  Batch* least = nullptr;
   for (const auto& b : batches_)
-    if (!b->running && b->jobs >= jobs) return *b;
-  auto fresh = std::make_unique<Batch>();
-  fresh->jobs = jobs + jobs / 2;
-  fresh->lists = StreamMemory(main_, static_cast<std::size_t>(5 * fresh->jobs + 3) * word);
-  fresh->done = runtime().new_event();
+    if (!b->running && b->jobs >= jobs && (!least || b->jobs < least->jobs)) least = b.get();
+  if (least) return *least;
   std::erase_if(batches_, [](const auto& b) {
     if (b->running) return false;
     runtime().delete_event(b->done);
     return true;
   });
+  std::int64_t left = most_in_batches_;
+  for (const auto& b : batches_) left -= b->jobs;
+  if (jobs > left) throw std::bad_alloc();
+  auto fresh = std::make_unique<Batch>();
+  fresh->jobs = std::min(jobs + jobs / 2, left);
+  fresh->lists = StreamMemory(main_, batch_bytes(fresh->jobs));
+  fresh->done = runtime().new_event();
   batches_.push_back(std::move(fresh));
   return *batches_.back();
 }
@@ -64,10 +80,18 @@ CudaStoreLayer Reloads::with_list_of(const CudaStoreLayer& s, const Batch& b) {
   return of;
 }
 
+void Reloads::note() {
+  if (!plans_ || notes_) return;
+  copy_memory(known_, marks_.as<>(), marks_.bytes(), main_);
+  runtime().record(noted_, main_.handle());
+  notes_ = true;
+}
+
 bool Reloads::start(const CudaStoreLayer& s) {
   if (!plans_) return false;
-  copy_memory(known_.data(), marks_.as<>(), marks_.bytes(), main_);
-  synchronize(main_);
+  note();
+  if (!runtime().passed(noted_)) synchronize(main_);
+  notes_ = false;
   const std::int32_t count = known_[0];
   if (count == 0) return false;
   CudaStorePlace copies;

@@ -12,7 +12,7 @@ namespace kvlab {
 
 class Reloads {
  public:
-  // Bytes of the lists that plans write.
+  // Most bytes of all lists: those that plans write, taken at once, and those of batches, taken when copies begin.
   static std::size_t bytes(std::int64_t most_jobs, int slots);
   Reloads(Stream main, std::int64_t most_jobs, int slots);
   ~Reloads();
@@ -23,8 +23,10 @@ class Reloads {
   void plan_to(CudaStorePlace& a);
   // s: any layer. The functions that take it return whether copies gave frames back to the pool.
 
-  // Waits for the main stream, and begins the copies of the jobs planned since the last call. Without memory for a
-  // batch the main stream makes them.
+  // The main stream copies to the host which slots have jobs. What it has done by the next start() is no work there.
+  void note();
+  // Begins the copies of the jobs planned since the last call. It waits for the main stream, but where some work behind
+  // note() was waited for already. Without memory for a batch, or beyond bytes(), the main stream makes them.
   bool start(const CudaStoreLayer& s);
   bool collect(const CudaStoreLayer& s);  // the frames of copies that are done
   // The main stream's later work runs after the copies of these slots, or after all.
@@ -40,7 +42,7 @@ class Reloads {
     void* done = nullptr;
     bool running = false;
   };
-  Batch& idle(std::int64_t jobs);
+  Batch& idle(std::int64_t jobs);  // throws std::bad_alloc
   template <class Which>
   bool end(const CudaStoreLayer& s, const Which& which);
   static CudaStoreLayer with_list_of(const CudaStoreLayer& s, const Batch& b);
@@ -48,10 +50,13 @@ class Reloads {
   Stream main_;
   OwnedStream side_;
   void* planned_;
+  std::int64_t most_in_batches_;  // jobs
   int slots_;
-  bool plans_ = false;               // plans may write jobs since the last start()
-  StreamMemory jobs_, marks_;        // marks_: counts [2], then [slot] whether it has jobs
-  std::vector<std::int32_t> known_;  // marks_ on the host
+  bool plans_ = false;         // plans may write jobs; a graph's do whenever it is launched
+  StreamMemory jobs_, marks_;  // marks_: counts [2], then [slot] whether it has jobs
+  std::int32_t* known_;        // marks_ on the host, pinned
+  void* noted_;
+  bool notes_ = false;  // known_ is on its way, or there
   std::vector<std::unique_ptr<Batch>> batches_;
 };
 

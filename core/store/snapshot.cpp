@@ -110,6 +110,8 @@ std::vector<std::int64_t> kind_of(const StoreOptions& o, std::size_t state_bytes
 }  // namespace
 
 std::vector<std::byte> CpuStore::save(int slot) const {
+  if (const_cast<CpuStore*>(this)->await_reloads({slot}) != Fit::ok)
+    throw Error(Errc::internal, "the cache to save waits for pages that find no frames");
   const Shape& s = options_.shape;
   std::vector<std::byte> out;
   Writer w(out);

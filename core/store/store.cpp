@@ -588,12 +588,34 @@ Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int3
   return total;
 }
 
+bool Store::waits_for_pages(int slot) const {
+  return std::any_of(pending_.begin(), pending_.end(),
+                     [&](const Pending& p) { return p.slot == slot && p.edit.when.kind == Deadline::sequence; });
+}
+
+Fit Store::bring_pages(int slot) {
+  const std::vector<std::int32_t> one{slot};
+  for (std::size_t i = 0; i < pending_.size();) {
+    const Pending& p = pending_[i];
+    if (p.slot != slot || p.edit.when.kind != Deadline::sequence) {
+      ++i;
+      continue;
+    }
+    Edit e = p.edit;
+    if (p.lasts) e.list.slots = view(e.layer, one).slots;
+    if (carry_out(e, one).fit != Fit::ok) return Fit::out_of_memory;
+    pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+  return Fit::ok;
+}
+
 Applied Store::advance(int slot, int tokens, bool decode) {
   position_[static_cast<std::size_t>(slot)] += tokens;
   const int now = step_[static_cast<std::size_t>(slot)] += decode;
   Applied total;
   const std::vector<std::int32_t> one{slot};
-  for (const bool last : {false, true})
+  for (const bool last : {false, true}) {
+    if (last && keeps_reloads()) break;
     for (std::size_t i = 0; i < pending_.size();) {
       const Pending& p = pending_[i];
       if (p.slot != slot || p.due > now || (p.edit.when.kind == Deadline::sequence) != last) {
@@ -605,6 +627,7 @@ Applied Store::advance(int slot, int tokens, bool decode) {
       if (due.lasts) due.edit.list.slots = view(due.edit.layer, one).slots;
       total += carry_out(due.edit, one);
     }
+  }
   advanced(decode);
   return total;
 }

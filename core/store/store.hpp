@@ -46,7 +46,10 @@ struct StoreOptions {
   std::int64_t scratch_limit = -1;                  // bytes of a workspace's scratch; -1 = none
   bool host_pages = false;                          // take the host tier at the start; place edits need it
   bool pauses = false;                              // with host_pages: allow place edits for Deadline::sequence
-  bool archive = false;                             // take the host tier for archives; archive and fetch need it
+  // On the CPU such edits are carried out after as many later steps or chunks, or when their row is awaited; 0 = at the
+  // end of their own step. Tests see rows wait so. On a GPU the copies' own time decides.
+  int reload_steps = 0;
+  bool archive = false;  // take the host tier for archives; archive and fetch need it
   Spill spill = Spill::always;
   // On a GPU the host reads the list of pages that a place edit moves, and copies each with a memcpy. It is for
   // comparisons: the host waits for the device in each edit.
@@ -122,12 +125,14 @@ class Store {
   bool in_graph() const { return in_graph_; }
   // Runs once per decode step, after the last layer's edits: carries out those that wait for the end of a graph's step.
   Applied end_step();
+  // Runs after a decode step, before its results are read: so the host knows with them which rows have reloads.
+  virtual void note_reloads() {}
   // Runs after a decode step or a prompt's chunk: copies for Deadline::sequence begin. They run beside later steps.
   virtual void start_reloads() {}
   // Whether such copies of the slot are under way.
   virtual bool reloading(int /*slot*/) { return false; }
-  // The stream's later work runs after such copies of these slots.
-  virtual void await_reloads(const std::vector<std::int32_t>& /*slots*/) {}
+  // The stream's later work runs after such copies of these slots. out_of_memory: their pages find no frames.
+  virtual Fit await_reloads(const std::vector<std::int32_t>& /*slots*/) { return Fit::ok; }
   // Brings every page of the slot's layer back to the device, for the next part of its prompt.
   Fit recall_all(int layer, int slot);
   // Whether place edits of one of the slots take effect.
@@ -232,6 +237,10 @@ class Store {
   virtual void applied() {}  // apply() calls it last
   virtual IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) = 0;
   virtual void advanced(bool /*decode*/) {}  // advance() calls it last
+  // Whether advance() leaves place edits for Deadline::sequence to bring_pages().
+  virtual bool keeps_reloads() const { return false; }
+  bool waits_for_pages(int slot) const;
+  Fit bring_pages(int slot);  // carries them out; one that does not fit waits on
 
   // Makes a waiting edit of `slot` whose list is memory of `device`. The stream `through` copies index, count and, if
   // the edit has some, the marks of heads.

@@ -94,11 +94,13 @@ TEST_CASE("cuda memory: what the cache takes on the device stays below device_me
     const Taken full = taken(model, full_spec(), plain);
     const std::int64_t executor = full.all - full.store;
     CHECK(full.store <= of_plain);
-    for (const char* text : {"{quest: {dense_layers: 0, budget: {tokens: 24}}}",
-                             "{quest: {dense_layers: 0, budget: {tokens: 24}, placement: {tier: host, resident: 16}}}",
-                             "{flexicache: {unstable_heads: false, budget: {tokens: 32}, rerank_every: 4}}",
-                             "{freekv: {sinks: 8, window: 8, budget: {tokens: 32}}}",
-                             "{snapkv: {budget: {tokens: 24}, window: 8}}", "{h2o: {budget: {tokens: 24}}}"}) {
+    for (const char* text :
+         {"{quest: {dense_layers: 0, budget: {tokens: 24}}}",
+          "{quest: {dense_layers: 0, budget: {tokens: 24}, placement: {tier: host, resident: 16}}}",
+          "{flexicache: {unstable_heads: false, budget: {tokens: 32}, rerank_every: 4}}",
+          "{flexicache: {unstable_heads: false, budget: {tokens: 32}, rerank_every: 1, pause: true}}",
+          "{freekv: {sinks: 8, window: 8, budget: {tokens: 32}}}", "{snapkv: {budget: {tokens: 24}, window: 8}}",
+          "{h2o: {budget: {tokens: 24}}}"}) {
       CAPTURE(chunk, text);
       const PolicySpec spec = policy_of(text, 8);
       const auto [o, cap] = limited(spec, chunk);

@@ -53,6 +53,36 @@ class Short final : public Policy {
 
 constexpr int page = 8, room = 128;
 
+// Reads the first page, the newest one, and one of the prompt that changes in every step. It waits for that one.
+class Pausing final : public Policy {
+ public:
+  Needs needs() const override { return Needs{}.host_pages(true).pauses(true); }
+  void prefill(const LayerPrefill& kv, Edits& edits, Stream) override {
+    if (kv.last[0]) edits.place(pages(kv, 0), {.when = {Deadline::sequence}});
+  }
+  void select(const LayerStep& step, Edits& edits, Stream) override {
+    edits.attend(pages(step, 1), {.newest_page = true});
+  }
+  void observe(const LayerStep& step, Edits& edits, Stream) override {
+    edits.place(pages(step, 2), {.when = {Deadline::sequence}});
+  }
+
+ private:
+  // after: steps from the row's last one; 1 = this step.
+  static PageList pages(const LayerKv& kv, int after) {
+    const PageList list = kv.list<PageList>("pages", 2);
+    for (int row = 0; row < kv.rows(); ++row) {
+      const int t = kv.step[row] + std::max(0, after - 1), prompt = kv.position[row] - (after ? kv.step[row] + 1 : 0);
+      const int changes = t % std::max(1, prompt / page);
+      for (int h = 0; h < kv.kv_heads(); ++h) {
+        list.index(row, h, 0) = 0, list.index(row, h, 1) = changes;
+        list.count(row, h) = changes > 0 ? 2 : 1;
+      }
+    }
+    return list;
+  }
+};
+
 EngineOptions options(int slots, std::int64_t limit = -1) {
   EngineOptions o;
   o.slots = slots;
@@ -289,6 +319,79 @@ TEST_CASE("a policy that says what a sequence takes of the host lets in what the
       run(s, engine);
       CHECK(most == (pages >= 3 ? 2 : 1));
     }
+}
+
+TEST_CASE("a row whose pages are under way sits steps out, and the others go on") {
+  // A prompt and a step both leave pages to come. They come with the next step or prompt of anybody, so the third
+  // request always waits where the others run.
+  const std::vector<Request> requests(3, {text(40, 1), {}, 8, 0});
+  EngineOptions o = options(3);
+  o.reload_steps = 1;
+  Engine engine(tiny(), std::make_shared<Pausing>(), o);
+  std::string order;
+  SchedulerOptions how;
+  how.clock = ticking();
+  how.stepped = [&](double, const std::vector<std::int32_t>& slots) {
+    for (const std::int32_t slot : slots) order += static_cast<char>('a' + slot);
+    order += ' ';
+    for (int slot = 0; slot < 3; ++slot)
+      CHECK(engine.reloading(slot) == (std::count(slots.begin(), slots.end(), slot) > 0));
+  };
+  Scheduler s(engine, requests, how);
+  run(s, engine);
+  CHECK(order == "ab c ab c ab c ab c ab c ab c ab c ");
+  for (const Served& one : s.served()) {
+    CHECK(one.tokens == alone(requests[0], std::make_shared<Pausing>()));
+    CHECK(one.preemptions == 0);
+  }
+  CHECK(s.served()[0].pauses == 6);
+  CHECK(s.served()[2].pauses == 7);
+  // Alone it waits in its own steps, which are no pauses.
+  Engine another(tiny(), std::make_shared<Pausing>(), o);
+  Scheduler one(another, {requests[0]}, {});
+  run(one, another);
+  CHECK(one.served()[0].tokens == s.served()[0].tokens);
+  CHECK(one.served()[0].pauses == 0);
+}
+
+TEST_CASE("rows that wait for pages have their texts at any pace, also where memory is short") {
+  const auto requests = ragged(24);
+  std::vector<std::vector<int>> wanted;
+  for (const Request& r : requests) wanted.push_back(alone(r, std::make_shared<Pausing>()));
+  for (const int steps : {0, 1, 3})
+    for (const std::int64_t limit : {std::int64_t{-1}, bytes_of(14 * page)})
+      for (const int chunk : {0, 16}) {
+        CAPTURE(steps, limit, chunk);
+        EngineOptions o = options(6, limit);
+        o.reload_steps = steps, o.prefill_chunk = chunk;
+        Engine engine(tiny(), std::make_shared<Pausing>(), o);
+        SchedulerOptions how;
+        how.clock = ticking(), how.prefill_chunk = chunk;
+        Scheduler s(engine, requests, how);
+        run(s, engine);
+        int pauses = 0;
+        for (std::size_t i = 0; i < requests.size(); ++i) {
+          CAPTURE(i);
+          CHECK(s.served()[i].tokens == wanted[i]);
+          pauses += s.served()[i].pauses;
+        }
+        // Rows that all wait do not: at a slow pace their steps may fall together.
+        if (steps < 2) CHECK((pauses > 0) == (steps == 1));
+        CHECK((preemptions(s) > 0) == (limit > 0));
+      }
+}
+
+TEST_CASE("pages that a row waits for and the host has no room for end a request that runs alone") {
+  for (const int steps : {0, 2}) {
+    CAPTURE(steps);
+    EngineOptions o = options(2);
+    o.reload_steps = steps, o.host_limit = bytes_of(2 * page);
+    Engine engine(tiny(), std::make_shared<Pausing>(), o);
+    Scheduler s(engine, {{text(40, 1), {}, 8, 0}}, {});
+    Fit fit = Fit::ok;
+    for (int i = 0; i < 20 && fit == Fit::ok && !s.done(); ++i) fit = s.iterate();
+    CHECK(fit == Fit::out_of_memory);
+  }
 }
 
 TEST_CASE("the latest request is preempted, whatever slot it has") {
