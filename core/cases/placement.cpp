@@ -160,6 +160,8 @@ struct RandomInjection {
     if (n % 4 == 3) record();
     taken.resize(static_cast<std::size_t>(f.rows));
     if (n % 8 == 7) a.steps = taken.data();
+    a.rerank_overlap = static_cast<std::int32_t>(below(1'000'001));
+    if (n % 3 > 0 && n % 4 != 3) a.clock = taken.data();
     if (n % 5 > 2) a.list.slots = f.slots.data();
     flags.resize(static_cast<std::size_t>(f.rows * f.heads));
     if (n % 3 == 1) a.heads = Heads::flagged(marks());
@@ -223,6 +225,7 @@ void check_injection(Place& place, Check& check) {
       a.list = place.put(x.f.args.list);
       if (a.list.slots) a.list.slots = a.pages.slots;
       if (a.steps) a.steps = place.put(x.taken);
+      if (a.clock) a.clock = place.put(x.taken);
       if (a.heads.flags) a.heads = Heads::flagged(place.put(x.marks()));
       a.question = place.put(x.f.question);
       a.pages.length = place.put(x.f.args.pages.length);

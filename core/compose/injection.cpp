@@ -56,6 +56,7 @@ ops::InjectArgs Injector::lists(const LayerKv& kv) const {
   a.layer = kv.layer;
   a.seed = injection_.seed;
   a.overlap = injection_.overlap.value_or(0);
+  a.rerank_overlap = injection_.rerank_overlap.value_or(0);
   a.recorded = recorded_;
   if (injection_.recorded) a.recorded.layer = layer_of(injection_.recorded->layers, kv.layer);
   return a;
@@ -110,7 +111,7 @@ class InjectedPolicy final : public ForwardingPolicy {
 
   Needs needs() const override {
     Needs n = inner().needs();
-    return injection_.recorded ? n.steps(true) : n;
+    return injection_.recorded || injection_.rerank_overlap ? n.steps(true) : n;
   }
   void attach(const Shape& shape, const BudgetAmount& budget, Workspace& w) override {
     inner().attach(shape, budget, w);
@@ -139,6 +140,7 @@ class InjectedPolicy final : public ForwardingPolicy {
     if (injection_.overlap || (injection_.recorded && steps)) {
       lists_ = injector_->lists(kv);
       if (injection_.recorded) lists_.steps = steps;
+      if (injection_.rerank_overlap) lists_.clock = steps;
       injected_.lists = &lists_;
     }
     if (injection_.correction) {

@@ -31,6 +31,7 @@ struct RecordedTrace {
 
 struct Injection {
   std::optional<std::int32_t> overlap;            // millionths
+  std::optional<std::int32_t> rerank_overlap;     // beside it, of lists whose head paused; of policies only
   std::shared_ptr<const RecordedTrace> recorded;  // in place of an overlap
   std::vector<std::int32_t> follows;              // [LayerKv::question] the recorded question that it follows
   std::optional<std::int32_t> correction;         // millionths of the heads; of policies only

@@ -41,6 +41,7 @@ Json params_of(const PolicySpec& policy, const Experiment& experiment) {
   const InjectSpec& inject = experiment.inject;
   if (!inject.used(policy)) return json;
   if (inject.overlap) json["inject"]["overlap"] = *inject.overlap;
+  if (inject.rerank_overlap && policy.policy) json["inject"]["rerank_overlap"] = *inject.rerank_overlap;
   if (!inject.trace.empty()) json["inject"]["trace"] = inject.trace;
   if (inject.correction && policy.policy) json["inject"]["correction"] = *inject.correction;
   if (inject.drift && policy.policy) json["inject"]["drift"] = *inject.drift;

@@ -324,8 +324,8 @@ class ExperimentReader {
     InjectSpec& inject = out_.inject;
     inject.where = document_.where(node->place);
     MapReader keys(*node, "inject", problems_);
-    const Node *overlap = keys.take("overlap"), *trace = keys.take("trace"), *cell = keys.take("cell"),
-               *correction = keys.take("correction"), *drift = keys.take("drift");
+    const Node *overlap = keys.take("overlap"), *rerank = keys.take("rerank_overlap"), *trace = keys.take("trace"),
+               *cell = keys.take("cell"), *correction = keys.take("correction"), *drift = keys.take("drift");
     keys.finish();
     const std::string wanted = " 'inject', wanted {overlap: X}, {trace: FILE}, {correction: X} or {drift: X}";
     if (!node->is(Node::Kind::map)) {
@@ -334,13 +334,18 @@ class ExperimentReader {
     }
     if (overlap && trace)
       problems_.add(node->place, "got overlap and trace for 'inject', wanted one of them: both give the page lists");
-    if (!overlap && !trace && !correction && !drift)
+    if (rerank && !overlap)
+      problems_.add(
+          rerank->place,
+          "got rerank_overlap without overlap, wanted overlap: X beside it, for heads that choose in each step");
+    if (!overlap && !rerank && !trace && !correction && !drift)
       problems_.add(node->place, "got neither overlap, trace, correction nor drift for" + wanted);
     const auto share = [&](const Node* of, const char* key, const char* help, std::optional<double>& to) {
       if (!of) return;
       if (const auto value = read_value(*of, make_param(key, 0., 0, 1, help), problems_)) to = std::get<double>(*value);
     };
     share(overlap, "overlap", "pages that the list before had", inject.overlap);
+    share(rerank, "rerank_overlap", "pages that the list before had, of a head that paused", inject.rerank_overlap);
     share(correction, "correction", "heads that choose again before attention", inject.correction);
     share(drift, "drift", "leaders that a check finds drifted", inject.drift);
     if (trace) inject.trace = read_text(*trace, "trace");

@@ -29,7 +29,9 @@ enum class Metric : std::uint8_t { score, fidelity, memory, latency, trace, part
 
 // What replaces the choices of selectors and policies: page lists by `overlap` or by `trace`, and heads that turned.
 struct InjectSpec {
-  std::optional<double> overlap;     // share of a list that the head's list before had
+  std::optional<double> overlap;  // share of a list that the head's list before had
+  // The same of lists whose head chose last before the step before; beside overlap, of policies only.
+  std::optional<double> rerank_overlap;
   std::optional<double> correction;  // share of the heads that choose again before attention; of policies only
   std::optional<double> drift;       // share of the leaders that a check finds drifted; of policies only
   std::string trace, cell;           // a result file, relative as data paths are, and the cell in it; "" = the only one

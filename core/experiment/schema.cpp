@@ -228,6 +228,7 @@ class Builder {
     if (key == "fidelity") return closed({{"tokens", integer(1)}});
     if (key == "inject")
       return closed({{"overlap", number("number", 0, 1)},
+                     {"rerank_overlap", number("number", 0, 1)},
                      {"correction", number("number", 0, 1)},
                      {"drift", number("number", 0, 1)},
                      {"trace", text()},

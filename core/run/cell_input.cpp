@@ -33,6 +33,7 @@ std::shared_ptr<Policy> cell_policy(const CellInput& in) {
   Injection injection;
   const auto millionths = [](double share) { return static_cast<std::int32_t>(std::lround(share * 1e6)); };
   if (inject.overlap) injection.overlap = millionths(*inject.overlap);
+  if (inject.rerank_overlap && in.policy().policy) injection.rerank_overlap = millionths(*inject.rerank_overlap);
   if (inject.correction) injection.correction = millionths(*inject.correction);
   if (inject.drift) injection.drift = millionths(*inject.drift);
   injection.where = inject.where;

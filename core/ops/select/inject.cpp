@@ -37,8 +37,10 @@ class Head {
         draw(n, n, 0);
       }
     } else if (turn.list > 0) {
-      draw(n, inject_kept(a_.overlap, n), turn.list);
+      const bool reranks = inject_reranks(state_[2], a_.clock, slot_);
+      draw(n, inject_kept(reranks ? a_.rerank_overlap : a_.overlap, n), turn.list);
     }
+    state_[2] = inject_now(a_.clock, slot_);
     write();
   }
 
@@ -111,8 +113,9 @@ class Head {
 void inject_pages(const InjectArgs& a, Stream s) {
   check_kv(a.pages, op, s);
   check_list(a.pages, a.list, op);
-  if (a.overlap < 0 || a.overlap > 1'000'000)
-    fail(Errc::internal, op, "got an overlap of " + std::to_string(a.overlap) + " millionths, wanted 0 to 1000000");
+  for (const std::int32_t overlap : {a.overlap, a.rerank_overlap})
+    if (overlap < 0 || overlap > 1'000'000)
+      fail(Errc::internal, op, "got an overlap of " + std::to_string(overlap) + " millionths, wanted 0 to 1000000");
   if (a.state.extent[1] < a.pages.kv_heads || a.state.extent[2] < inject_words(a.pages.table.extent[2]) ||
       a.state.extent[0] < a.pages.table.extent[0])
     fail(Errc::internal, op, "got too small a state, wanted [slot, kv_head, words for every page]");

@@ -34,10 +34,10 @@ struct Args {
   View<std::uint32_t, 3> state;
   const std::int32_t* slots;
   const std::uint32_t *sequence, *question;
-  const std::int32_t* steps;
+  const std::int32_t *steps, *clock;
   int rows, page_size, most;  // most: pages of a head
   std::uint64_t seed;
-  std::int32_t overlap;
+  std::int32_t overlap, rerank_overlap;
   RecordedPages recorded;
 };
 static_assert(sizeof(Args) < 4000, "a kernel's arguments");
@@ -163,9 +163,11 @@ __global__ void __launch_bounds__(threads) inject_kernel(const __grid_constant__
   std::int32_t* index = l.index + at * a.list.index.stride[0] + head * a.list.index.stride[1];
   std::int32_t* count = l.count + at * a.list.count.stride[0] + head * a.list.count.stride[1];
   const int listed = on ? *count : 0;
+  const std::int32_t overlap = inject_reranks(state[2], a.clock, slot) ? a.rerank_overlap : a.overlap;
   __syncthreads();
   if (mine == 0 && (on || a.steps)) state[0] = turn.keep, state[1] = question;
   if (!on) return;
+  if (mine == 0) state[2] = inject_now(a.clock, slot);
   const int room_words = (a.most + 31) / 32;
   unsigned *now = bits, *was = now + room_words, *free = was + room_words;
   const std::int64_t list = recorded ? record.list(question, turn.list, head) : -1;
@@ -206,7 +208,7 @@ __global__ void __launch_bounds__(threads) inject_kernel(const __grid_constant__
     }
     __syncthreads();
     const int n = sums[0], fixed = sums[1], fixed_old = sums[2];
-    const int stay = max(0, (recorded ? n : inject_kept(a.overlap, n)) - fixed_old), wanted = n - fixed;
+    const int stay = max(0, (recorded ? n : inject_kept(overlap, n)) - fixed_old), wanted = n - fixed;
     const int rest = min(wanted - min(min(stay, wanted), sums[3]), sums[4]);
     if (mine == 0) d.wanted[old] = wanted - rest, d.wanted[other] = rest;
     const auto stream = inject_stream(a.seed, l.layer, a.sequence[slot], head, recorded ? 0 : turn.list);
@@ -232,8 +234,8 @@ static auto common_of(const InjectCall& c) {
                                a.list.count.stride, a.list.slots, a.pins.first, a.pins.last, a.pins.newest_page),
                     std::tuple(h.flags.data != nullptr, h.flags.stride, h.unflagged, h.steps, h.period, h.lead,
                                h.classes != nullptr, h.join, a.state.stride, a.state.extent[2]),
-                    std::tuple(a.sequence, a.question, a.steps, a.seed, a.overlap, r.first, r.steps, r.begin, r.page,
-                               r.questions, r.layers, r.heads, c.stream.handle()));
+                    std::tuple(a.sequence, a.question, a.steps, a.clock, a.seed, a.overlap, a.rerank_overlap, r.first,
+                               r.steps, r.begin, r.page, r.questions, r.layers, r.heads, c.stream.handle()));
 }
 
 static void run(std::span<const InjectCall> calls) {
@@ -247,9 +249,10 @@ static void run(std::span<const InjectCall> calls) {
                    in.heads.classes,     in.state.data,      in.layer,           in.recorded.layer};
   }
   a.length = kv.length, a.list = first.list, a.pins = first.pins, a.heads = first.heads, a.state = first.state;
-  a.slots = kv.slots, a.sequence = first.sequence, a.question = first.question, a.steps = first.steps;
+  a.slots = kv.slots, a.sequence = first.sequence, a.question = first.question, a.steps = first.steps,
+  a.clock = first.clock;
   a.rows = kv.rows, a.page_size = kv.page_size;
-  a.seed = first.seed, a.overlap = first.overlap, a.recorded = first.recorded;
+  a.seed = first.seed, a.overlap = first.overlap, a.rerank_overlap = first.rerank_overlap, a.recorded = first.recorded;
   a.most = static_cast<int>(kv.table.extent[2]);
   const std::int64_t bytes = std::int64_t{(a.most + 31) / 32} * 4 * 3, room = 32 * 1024;
   if (bytes > room)

@@ -33,8 +33,8 @@ struct InjectArgs {
   PageList list;  // in: the chosen pages; out: as many pages
   Pins pins;      // chosen pages that they pin stay, other pages that they pin are not drawn
   Heads heads;    // lists of the others stay as they are
-  // [slot, kv_head, inject_words(...)]: inject_turn's number, the question, then a bit for each page of the last list.
-  // Zero = a new sequence.
+  // [slot, kv_head, inject_words(...)]: inject_turn's number, the question, 1 + the decode step of the last list (0 = a
+  // prompt's, or no clock), then a bit for each page of that list. Zero = a new sequence.
   View<std::uint32_t, 3> state;
   const std::uint32_t* sequence = nullptr;  // [slot] number of the sequence
   const std::uint32_t* question = nullptr;  // [slot] question of this step; needed with a record
@@ -42,19 +42,23 @@ struct InjectArgs {
   int layer = 0;
   std::uint64_t seed = 0;
   std::int32_t overlap = 0;  // millionths of a list that come from the head's last list
-  RecordedPages recorded;    // replaces `overlap`
+  RecordedPages recorded;    // replaces both overlaps
+  // [slot] decode steps of the sequence; null in a prompt, or where all lists take `overlap`. With a clock, a list
+  // takes rerank_overlap if the head's last one is of an earlier step than the step before.
+  const std::int32_t* clock = nullptr;
+  std::int32_t rerank_overlap = 0;
 
   constexpr std::uint32_t asked(int slot) const { return recorded.first ? question[slot] : 0; }
 };
 
-constexpr int inject_header = 2;  // words before the bits
+constexpr int inject_header = 3;  // words before the bits
 constexpr std::int64_t inject_words(std::int64_t pages) { return inject_header + (pages + 31) / 32; }
 
-// Overlap: of a list's n pages, round(overlap * n) come from the head's last list, pinned ones among them. If there are
-// too few other pages, more come from it. A sequence's first list stays. Recorded: the list takes the recorded pages
-// that exist, then others up to n; a list stays where the question has no record. A hash of seed, sequence, layer,
-// head, the list's number (overlap only) and page draws the pages. Throws Errc::plugin if a chosen page does not exist;
-// on CUDA the op skips it. Bytes: lists and state.
+// Overlap: of a list's n pages, round(overlap * n) come from the head's last list, pinned ones among them, and
+// round(rerank_overlap * n) where inject_reranks. If there are too few other pages, more come from it. A sequence's
+// first list stays. Recorded: the list takes the recorded pages that exist, then others up to n; a list stays where the
+// question has no record. A hash of seed, sequence, layer, head, the list's number (overlap only) and page draws the
+// pages. Throws Errc::plugin if a chosen page does not exist; on CUDA the op skips it. Bytes: lists and state.
 void inject_pages(const InjectArgs& a, Stream s);
 void inject_pages_reference(const InjectArgs& a);
 
@@ -77,7 +81,16 @@ constexpr InjectTurn inject_turn(std::uint32_t kept, const std::int32_t* steps, 
   return {now - first, first};
 }
 
-// Returns how many pages of a list of n come from the last step's list.
+// Whether a head's last list is older than the step before. last: the state's word. The first list behind a prompt's is
+// never so.
+constexpr bool inject_reranks(std::uint32_t last, const std::int32_t* clock, int slot) {
+  return clock && last > 0 && static_cast<std::uint32_t>(clock[slot]) > last;
+}
+constexpr std::uint32_t inject_now(const std::int32_t* clock, int slot) {
+  return clock ? static_cast<std::uint32_t>(clock[slot]) + 1 : 0;
+}
+
+// Returns how many pages of a list of n come from the last list.
 constexpr int inject_kept(std::int32_t overlap, int n) {
   return static_cast<int>((std::int64_t{overlap} * n + 500'000) / 1'000'000);
 }

@@ -38,7 +38,10 @@ void inject_pages_reference(const InjectArgs& a) {
           if (state[inject_header + page / 32] >> (page % 32) & 1) old.insert(page);
       }
       const auto stream = inject_stream(a.seed, a.layer, a.sequence[slot], h, a.recorded.first ? 0 : step);
-      const int kept = a.recorded.first ? n : inject_kept(a.overlap, n);
+      // A head that chose in each step has a last list of one step ago.
+      const bool old_list = a.clock && state[2] != 0 && std::int64_t{a.clock[slot]} - (std::int64_t{state[2]} - 1) > 1;
+      const int kept = a.recorded.first ? n : inject_kept(old_list ? a.rerank_overlap : a.overlap, n);
+      state[2] = a.clock ? static_cast<std::uint32_t>(a.clock[slot] + 1) : 0u;
       const auto size = [](const std::set<int>& s) { return static_cast<int>(s.size()); };
       const auto shared = [&] {
         return std::count_if(drawn.begin(), drawn.end(), [&](int p) { return old.count(p); });

@@ -261,6 +261,8 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   refused(p + "  - full\nworkload: {}\nmetrics: [score, trace]\n", "exp.yaml:6:18: got 'trace' with a workload",
           {"latency"});
   const std::string q = p + "  - quest\n";
+  refused(q + "inject: {rerank_overlap: 0.5}\n", "exp.yaml:5:26: got rerank_overlap without overlap");
+  refused(q + "inject: {overlap: 1, rerank_overlap: 1.5}\n", "exp.yaml:5:38: got 1.5", {"'rerank_overlap'"});
   refused(q + "inject: {overlap: 1.2}\n", "exp.yaml:5:19: got 1.2", {"0 to 1", "'overlap'"});
   refused(q + "inject: {overlap: -0.1}\n", "exp.yaml:5:19: got -0.1", {"0 to 1"});
   refused(q + "inject: {overlap: much}\n", "exp.yaml:5:19: got 'much'");
@@ -654,6 +656,10 @@ TEST_CASE("a cell's id follows what its result depends on") {
   CHECK(corrected != id(corrects + "inject: {overlap: 0.5}\n"));
   CHECK(corrected != id(corrects + "inject: {correction: 0.1}\n"));
   CHECK(corrected != id(corrects + "inject: {overlap: 0.5, correction: 0.2}\n"));
+  const std::string reranked = id(corrects + "inject: {overlap: 0.5, rerank_overlap: 0.1}\n");
+  CHECK(reranked != id(corrects + "inject: {overlap: 0.5}\n"));
+  CHECK(reranked != id(corrects + "inject: {overlap: 0.5, rerank_overlap: 0.2}\n"));
+  CHECK(some == id(selects + "inject: {overlap: 0.5, rerank_overlap: 0.1}\n"));
   const std::string drifts = id(corrects + "inject: {drift: 0.1}\n");
   CHECK(drifts != id(corrects));
   CHECK(drifts != id(corrects + "inject: {drift: 0.2}\n"));

@@ -355,6 +355,46 @@ TEST_CASE("the overlap of a head that chooses every few steps is that of its cho
   CHECK(compared > 50);
 }
 
+TEST_CASE("heads that rerank every few steps take one overlap, and those that choose in each step another") {
+  constexpr std::size_t period = 4;
+  Speculation cells;
+  cells.experiment.policies = {
+      test::policy_of("{flexicache: {rerank_every: 4, keep_new: false, budget: {tokens: 40}}}", page_size)};
+  // Its hash is recorded; the marks are those below.
+  cells.experiment.policies.front().profile = (test::source_root() / "experiments/quality/heads.h5").string();
+  cells.experiment.inject.overlap = .9;
+  cells.experiment.inject.rerank_overlap = .4;
+  const auto marked = [](int layer, int head) { return (layer + head) % 2 == 0; };
+  Profile profile;
+  ProfileArray& marks = profile["unstable"];
+  marks.extent = {cells.model->config.layers, cells.model->config.kv_heads};
+  for (int l = 0; l < cells.model->config.layers; ++l)
+    for (int h = 0; h < cells.model->config.kv_heads; ++h) marks.values.push_back(marked(l, h));
+  CellInput in = cells.input();
+  in.profile = std::make_shared<const Profile>(profile);
+  const auto result = run_cell(in);
+  REQUIRE(result.summary.error == "");
+  CHECK(test::lasting_labels(result.summary) == "injected");
+  int unstable = 0, stable = 0;
+  for (auto& [place, lists] : lists_of(result.trace)) {
+    const bool each_step = marked(place[1], place[2]);
+    std::vector<Pages> chosen = lists;
+    for (std::size_t i = 0; i < lists.size(); ++i) {
+      CAPTURE(i, each_step);
+      if (lists[i].size() > most) chosen[i].pop_back();  // the newest page, beside the choice
+      if (i == 0) continue;
+      // A stable head reads what it chose from the next step on. Its first reranking follows the prompt's choice.
+      if (each_step)
+        CHECK((++unstable, shared(chosen[i], chosen[i - 1])) == 9);
+      else if (i % period != 1)
+        CHECK(chosen[i] == chosen[i - 1]);
+      else
+        CHECK((++stable, shared(chosen[i], chosen[i - 1])) == (i == 1 ? 9 : 4));
+    }
+  }
+  CHECK((unstable > 50 && stable > 20));
+}
+
 TEST_CASE("a policy follows the lists of a trace, step by step") {
   Speculation quest;
   quest.experiment.policies = {test::policy_of("{quest: {dense_layers: 0, budget: {tokens: 88}}}", page_size)};

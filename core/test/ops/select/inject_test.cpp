@@ -3,6 +3,8 @@
 
 #include <catch2/catch.hpp>
 
+#include <utility>
+
 #include "cases/inject_fixture.hpp"
 
 using namespace kvlab;
@@ -202,6 +204,43 @@ TEST_CASE("a head that does not choose keeps its list, and its next list follows
   CHECK(lists == std::vector<int>{10, 30});
 }
 
+TEST_CASE(
+    "with a clock, a head that paused takes the overlap of reranks, and one that chooses in each step the other") {
+  InjectFixture f(1, 2, 4, 64);
+  f.lengths(60 * 4);
+  f.args.overlap = 700'000, f.args.rerank_overlap = 300'000;
+  const Ints chosen{5, 6, 7, 8, 20, 21, 30, 33, 38, 39};
+  std::vector<std::uint8_t> flags(2, 1);
+  const auto marks = View<const std::uint8_t, 2>::dense(flags.data(), {1, 2});
+  f.choose(chosen);
+  ops::inject_pages(f.args, Stream::cpu());  // the prompt's lists
+  f.args.heads = Heads::flagged(marks);
+  std::int32_t steps = 0;
+  f.args.clock = &steps;
+  std::vector<Ints> before{f.of(0, 0), f.of(0, 1)};
+  for (; steps < 30; ++steps) {
+    CAPTURE(steps);
+    flags[0] = steps % 3 == 0;
+    for (int head = 0; head < 2; ++head)
+      for (std::size_t i = 0; flags[static_cast<std::size_t>(head)] && i < chosen.size(); ++i)
+        f.args.list.index(0, head, static_cast<int>(i)) = chosen[i];
+    ops::inject_pages(f.args, Stream::cpu());
+    for (int head = 0; head < 2; ++head) {
+      const Ints now = f.of(0, head), last = std::exchange(before[static_cast<std::size_t>(head)], now);
+      if (flags[static_cast<std::size_t>(head)]) CHECK(shared(now, last) == (head == 0 && steps > 0 ? 3 : 7));
+    }
+  }
+  f.args.clock = nullptr;  // a further prompt, whose lists the next step follows
+  flags[0] = 1;
+  for (const int wanted : {7, 7}) {
+    const Ints last = f.of(0, 0);
+    f.choose(chosen);
+    ops::inject_pages(f.args, Stream::cpu());
+    CHECK(shared(f.of(0, 0), last) == wanted);
+    steps = 90, f.args.clock = &steps;
+  }
+}
+
 TEST_CASE("with the steps of the sequence, a head that chooses now and then takes the list of its step") {
   const Ints first = {0, 4}, steps = {4, 2}, pages = {10, 11, 12, 13, 20, 21};
   const std::vector<std::int64_t> begin = {0, 1, 2, 3, 4, 5, 6};
@@ -240,6 +279,9 @@ TEST_CASE("inject_pages refuses what does not fit") {
   f.args.overlap = 1'000'001;
   CHECK_THROWS_AS(ops::inject_pages(f.args, Stream::cpu()), Error);
   f.args.overlap = 0;
+  f.args.rerank_overlap = -1;
+  CHECK_THROWS_AS(ops::inject_pages(f.args, Stream::cpu()), Error);
+  f.args.rerank_overlap = 0;
   f.args.state.extent[2] = 1;
   CHECK_THROWS_AS(ops::inject_pages(f.args, Stream::cpu()), Error);
 }
