@@ -2,6 +2,7 @@
 
 #include <kvlab/error.hpp>
 #include <kvlab/ops.hpp>
+#include <kvlab/tier_demand.hpp>
 
 #include <algorithm>
 #include <array>
@@ -104,6 +105,17 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     if (parts_.scorer) parts_.scorer->load_profile(profile);
     if (parts_.split) parts_.split->load_profile(profile);
     if (parts_.selector) parts_.selector->load_profile(profile);
+  }
+
+  // A prompt leaves the resident pages. A step holds those and its choice, and the page that its token opened.
+  Demand demand(int prompt, int max_new) const override {
+    if (!parts_.host || !parts_.selector || parts_.scorer) return {};
+    const Pins pins = parts_.selector->pins();
+    const TierDemand tiers(shape_, amount_, std::min(1., static_cast<double>(dense_layers_) / shape_.layers));
+    const int pinned = tiers.whole_pages(pins.first) + std::max(1, tiers.pages_of_run(pins.last));
+    return tiers.of(prompt, max_new, [&](int n, bool decodes) {
+      return decodes ? std::max(resident_pages(), pages_of_budget(n) + pinned) + 1 : resident_pages();
+    });
   }
 
   void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {

@@ -1,6 +1,7 @@
 // ArkVale: a step fetches the best pages that are not on the device and attends to all that are there. The lowest of
 // these leave. Chen et al., NeurIPS 2024.
 #include <kvlab/plugin.hpp>
+#include <kvlab/tier_demand.hpp>
 
 #include <algorithm>
 
@@ -25,7 +26,18 @@ class ArkVale final : public kvlab::Policy {
     return kvlab::Needs{}.page_summary(summary_, bits_).dense_layers(dense_).host_pages(true).capturable(capturable_);
   }
 
+  // A step may open a page before its lowest one leaves.
+  kvlab::Demand demand(int prompt, int max_new) const override {
+    return tiers_.of(prompt, max_new, [this](int n, bool decodes) {
+      const int budget = tiers_.budget(n);
+      if (budget < 0 || budget == tiers_.everything) return budget;
+      return std::max(budget, pinned_ + page_) / page_ + decodes;
+    });
+  }
+
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace&) override {
+    page_ = shape.page_size;
+    tiers_ = kvlab::TierDemand(shape, budget, std::min(1., static_cast<double>(dense_) / shape.layers));
     const int p = shape.page_size, window = (pins_.last + p - 2) / p + 1;  // most pages that the newest tokens lie in
     pinned_ = ((pins_.first + p - 1) / p + window) * p;
     budget.require(pinned_ + p, "the pages of sinks and window, and one more");
@@ -63,7 +75,8 @@ class ArkVale final : public kvlab::Policy {
   }
 
   kvlab::Pins pins_;
-  int top_, dense_, pinned_ = 0;
+  int top_, dense_, pinned_ = 0, page_ = 1;
+  kvlab::TierDemand tiers_;
   bool keeps_best_, reads_resident_, capturable_ = true;
   kvlab::Summary summary_;
   int bits_;

@@ -1,7 +1,9 @@
 // FlexiCache: KV heads whose best pages change fast keep all their pages on the device and choose in every step. The
 // others keep their best pages alone, and choose anew every R steps. FlexiCache, anonymous preprint 2025.
 #include <kvlab/plugin.hpp>
+#include <kvlab/tier_demand.hpp>
 
+#include <algorithm>
 #include <limits>
 #include <vector>
 
@@ -59,7 +61,23 @@ class FlexiCache final : public kvlab::Policy {
     for (const float x : profile.at("unstable").values) marks_.push_back(x != 0);
   }
 
+  // Pages that filled up since a choice stay until the next one, so without reranking all of them do. Before the first
+  // choice all pages are on the device.
+  kvlab::Demand demand(int prompt, int max_new) const override {
+    return tiers_.of(prompt, max_new, [&](int n, bool decodes) {
+      const int budget = tiers_.budget(n), since = reranks_ ? std::min(period_, max_new) : max_new;
+      if (budget < 0 || budget == tiers_.everything) return budget;
+      if (!decodes && !by_prompt_) return tiers_.everything;
+      return std::max(1, (budget - pins_.last) / page_) +
+             tiers_.pages_of_run(std::max(1, pins_.last) + (decodes ? since : 0));
+    });
+  }
+
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace& w) override {
+    page_ = shape.page_size;
+    const int dense = std::min(dense_, shape.layers) * shape.kv_heads, heads = shape.layers * shape.kv_heads;
+    const auto whole = std::count(marks_.begin() + (unstable_heads_ ? dense : 0), marks_.end(), 1) + dense;
+    tiers_ = kvlab::TierDemand(shape, budget, static_cast<double>(whole) / heads);
     budget.require(pins_.last + shape.page_size, "the newest ones and a page");
     capturable_ = budget.kind == kvlab::BudgetAmount::tokens;
     chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
@@ -110,7 +128,8 @@ class FlexiCache final : public kvlab::Policy {
                 {.heads = heads.except(unstable_.of(kv)), .pins = pins_, .reuse = reuses_, .when = when});
   }
 
-  int dense_, bits_, period_;
+  int dense_, bits_, period_, page_ = 1;
+  kvlab::TierDemand tiers_;
   bool reranks_, unstable_heads_, reuses_, overlaps_, pauses_, by_prompt_, capturable_ = true;
   kvlab::Pins pins_;
   kvlab::PageChoice choice_;

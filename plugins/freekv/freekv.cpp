@@ -1,8 +1,24 @@
 // FreeKV: attention reads pages that the previous step's query chose and fetched while the model went on. Heads whose
 // query turned too far choose again first. Liu et al. 2025.
 #include <kvlab/plugin.hpp>
+#include <kvlab/tier_demand.hpp>
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
+
+namespace {
+
+// What a group's softmax is over: page scores as they are, or over sqrt(head_dim) as attention's logits.
+enum class ScoreScale : std::uint8_t { raw, scaled };
+
+}  // namespace
+
+template <>
+struct kvlab::Choices<ScoreScale> {
+  static constexpr std::pair<ScoreScale, const char*> all[] = {{ScoreScale::raw, "raw"},
+                                                               {ScoreScale::scaled, "scaled"}};
+};
 
 namespace {
 
@@ -15,9 +31,10 @@ class FreeKv final : public kvlab::Policy {
         threshold_(p.get<bool>("correction") ? p.get<float>("threshold") : -std::numeric_limits<float>::infinity()),
         dense_(p.get<int>("dense_layers")),
         bits_(p.get<int>("summary_bits")),
-        speculation_(p.get<bool>("speculation")) {
+        speculation_(p.get<bool>("speculation")),
+        scaled_(p.get<ScoreScale>("scores") == ScoreScale::scaled),
+        scale_(p.get<float>("scale")) {
     choice_.rule = p.get<kvlab::GroupRule>("group");
-    choice_.scale = p.get<float>("scale");
     choice_.leave_out = pins_;
   }
 
@@ -30,7 +47,20 @@ class FreeKv final : public kvlab::Policy {
         .capturable(capturable_);
   }
 
+  // Each step places the pages of each head anew. Its token may have opened one more before.
+  kvlab::Demand demand(int prompt, int max_new) const override {
+    return tiers_.of(prompt, max_new, [this](int n, bool decodes) {
+      const int budget = tiers_.budget(n);
+      if (budget < 0 || budget == tiers_.everything) return budget;
+      return std::max(1, (budget - pins_.first - pins_.last) / page_) + tiers_.whole_pages(pins_.first) +
+             tiers_.pages_of_run(pins_.last + decodes);
+    });
+  }
+
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace& w) override {
+    page_ = shape.page_size;
+    tiers_ = kvlab::TierDemand(shape, budget, std::min(1., static_cast<double>(dense_) / shape.layers));
+    choice_.scale = scaled_ ? scale_ / std::sqrt(static_cast<float>(shape.head_dim)) : scale_;
     budget.require(pins_.first + pins_.last + shape.page_size, "sinks, window and a page");
     capturable_ = budget.kind == kvlab::BudgetAmount::tokens;
     chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
@@ -75,7 +105,10 @@ class FreeKv final : public kvlab::Policy {
   kvlab::Pins pins_;
   float threshold_;
   int dense_, bits_;
-  bool speculation_, capturable_ = true;
+  bool speculation_, scaled_, capturable_ = true;
+  float scale_;
+  int page_ = 1;
+  kvlab::TierDemand tiers_;
   kvlab::PageChoice choice_;
   kvlab::KeptPages chosen_;
   kvlab::KeptQueries last_;
@@ -90,6 +123,8 @@ KVLAB_PLUGIN(kvlab::policy<FreeKv>("freekv", "speculative retrieval from the hos
                  .param("threshold", 0.9, -1, 1, "cosine of consecutive queries below which a head chooses again first")
                  .param("group", kvlab::GroupRule::softmax_mean, "how a GQA group's page scores become one")
                  .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
+                 .param("scores", ScoreScale::raw,
+                        "before that softmax: raw, or scaled by 1 / sqrt(head_dim), times scale")
                  .param("dense_layers", 1, 0, kvlab::any, "first layers that attend to everything")
                  .param("summary_bits", 16, 8, 16,
                         "of a number of a page's summary: 16, in the run's dtype, or 8, in codes")

@@ -55,15 +55,21 @@ std::map<std::string, ParamValue> params(std::map<std::string, ParamValue> more)
 
 TEST_CASE("freekv reads on real text what a plain implementation reads, with and without its components") {
   // A quarter is 1/sqrt(16), the other scale of the authors' code for heads of so many dimensions.
-  const auto [speculation, threshold, scale] = GENERATE(std::tuple{true, .7, 1.}, std::tuple{true, -2., 1.},
-                                                        std::tuple{false, .7, 1.}, std::tuple{true, .7, .25});
-  CAPTURE(speculation, threshold, scale);
-  auto given = params({{"speculation", speculation}, {"scale", scale}});
+  const auto [speculation, threshold, scale, by_word] =
+      GENERATE(std::tuple{true, .7, 1., false}, std::tuple{true, -2., 1., false}, std::tuple{false, .7, 1., false},
+               std::tuple{true, .7, .25, false}, std::tuple{true, .7, .25, true});
+  CAPTURE(speculation, threshold, scale, by_word);
+  auto given = params({{"speculation", speculation}});
+  if (by_word)
+    given["scores"] = std::string("scaled");
+  else
+    given["scale"] = scale;
   if (threshold < -1)
     given["correction"] = false;
   else
     given["threshold"] = threshold;
   OnText run(Role::policy, "freekv", given, most_tokens, prompt + steps, page);
+  if (by_word) REQUIRE(run.config().head_dim == 16);
   run.prefill(prompt);
   int turned = 0, calm = 0;
   for (int step = 0; step < steps; ++step) {

@@ -2,6 +2,7 @@
 // the others keep its best tokens. When a pivot's attention drifts, its satellites fetch other tokens from the host.
 // Shi et al. 2026.
 #include <kvlab/plugin.hpp>
+#include <kvlab/tier_demand.hpp>
 
 #include <cmath>
 #include <sstream>
@@ -69,12 +70,24 @@ class HeteroCache final : public kvlab::Policy {
           throw kvlab::Error(kvlab::Errc::data, "got a profile of heads without a role, wanted one with decode steps");
   }
 
+  // The heads' tokens are the budget's in the mean, and at least one. Each head rounds its own up to a page. Satellites
+  // have the prompt on the host too.
+  kvlab::Demand demand(int prompt, int max_new) const override {
+    const int budget = budget_.budget(prompt), p = budget_.whole_pages(prompt);
+    if (budget < 0 || heterocache::base_of(weights_.size(), full_, prompt, budget) == 0) return {};
+    const std::int64_t kept = std::int64_t{std::min(budget, prompt)} + page_;
+    const double satellites = static_cast<double>(std::count(role_.begin(), role_.end(), satellite));
+    const double below = recalls_ ? satellites / static_cast<double>(role_.size()) : 0;
+    return {kept, kept + max_new, static_cast<std::int64_t>(std::ceil(below * p * page_ - 1e-6))};
+  }
+
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace& w) override {
     const auto heads = static_cast<std::size_t>(shape.layers * shape.kv_heads);
     if (rho_ > 0 && budget.kind != kvlab::BudgetAmount::unlimited)
       throw kvlab::Error(kvlab::Errc::config, "got both rho and a budget, wanted one: rho is `budget: {ratio: RHO}`");
     const kvlab::BudgetAmount amount = rho_ > 0 ? kvlab::BudgetAmount{kvlab::BudgetAmount::ratio, rho_} : budget;
     heads_of_layer_ = static_cast<std::size_t>(shape.kv_heads), kind_ = amount.kind;
+    page_ = shape.page_size, budget_ = kvlab::TierDemand(shape, amount, 0);
     if (!clusters_) role_.assign(heads, anchor), pivot_of_.assign(heads, -1);
     if (!allocates_) stable_.assign(heads, 1);
     std::vector<std::int32_t> leader(heads, -1), widest(heads), of_logits(heads, -1);
@@ -197,6 +210,8 @@ class HeteroCache final : public kvlab::Policy {
   std::vector<double> weights_;                  // of the division; 0 = the head keeps all
   std::vector<bool> follows_;                    // [layer] a head of it is a satellite
   std::size_t heads_of_layer_ = 0, full_ = 0;
+  int page_ = 1;
+  kvlab::TierDemand budget_;
   kvlab::HeadOfHead leader_, widest_, of_logits_;
   kvlab::HeadClass no_satellite_;
   std::vector<kvlab::View<float, 4>> logits_;  // [layer] of its pivots' queries in this step

@@ -4,6 +4,7 @@
 #include <kvlab/partial_keys.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/speculation.hpp>
+#include <kvlab/tier_demand.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -42,7 +43,17 @@ class InfiniGen final : public kvlab::Policy {
         throw kvlab::Error(kvlab::Errc::data, "got " + std::to_string(x) + " in a skew, wanted finite numbers");
   }
 
+  // A step reads its own token and those of the cap, each of which may have a page of its own.
+  kvlab::Demand demand(int prompt, int max_new) const override {
+    if (!offloads_) return {};
+    return tiers_.of(prompt, max_new, [this](int n, bool decodes) {
+      const int read = 1 + std::min(rule_.most, static_cast<int>(std::ceil(rule_.most_share * static_cast<float>(n))));
+      return decodes ? std::max(room_, read) + 1 : room_;
+    });
+  }
+
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
+    tiers_ = kvlab::TierDemand(shape, {}, std::min(1., static_cast<double>(dense_) / shape.layers));
     const auto heads = static_cast<std::size_t>(shape.max_slots * shape.kv_heads);
     const auto numbers = [&](const char* tag, int value) {
       const std::vector<std::int32_t> all(heads, value);
@@ -124,7 +135,8 @@ class InfiniGen final : public kvlab::Policy {
   int dense_;
   bool skews_, offloads_;
   int tokens_;
-  int room_ = 0;             // pages of a head on the device, unless a step reads more
+  int room_ = 0;  // pages of a head on the device, unless a step reads more
+  kvlab::TierDemand tiers_;
   std::vector<float> skew_;  // [layer, kv_head, channel, head_dim] of the profile
   kvlab::NearGreatest rule_;
   View<const std::int32_t, 2> all_channels_, few_channels_;

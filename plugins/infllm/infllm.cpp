@@ -3,6 +3,7 @@
 // the text.
 #include <kvlab/blocks.hpp>
 #include <kvlab/plugin.hpp>
+#include <kvlab/tier_demand.hpp>
 
 #include <algorithm>
 #include <string>
@@ -42,7 +43,16 @@ class InfLlm final : public kvlab::Policy {
     return kvlab::Needs{}.mass(kvlab::Mass::decode).prompt_lse(true).host_pages(true).capturable(true);
   }
 
+  // A step may open a page before its oldest one leaves.
+  kvlab::Demand demand(int prompt, int max_new) const override {
+    return tiers_.of(prompt, max_new, [this](int n, bool decodes) {
+      const int budget = tiers_.budget(n);
+      return budget == tiers_.everything ? budget : tiers_.whole_pages(budget) + decodes;
+    });
+  }
+
   void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
+    tiers_ = kvlab::TierDemand(shape, budget, 0);
     const auto whole = [&](int tokens) { return (tokens + shape.page_size - 1) / shape.page_size * shape.page_size; };
     if (rule_.block % shape.page_size)
       throw kvlab::Error(kvlab::Errc::config, "got blocks of " + std::to_string(rule_.block) +
@@ -102,6 +112,7 @@ class InfLlm final : public kvlab::Policy {
   bool clamped_;
   const std::int32_t* most_ = nullptr;
   kvlab::KeptBlocks kept_;
+  kvlab::TierDemand tiers_;
 };
 
 }  // namespace

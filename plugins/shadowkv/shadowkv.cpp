@@ -6,6 +6,7 @@
 #include <kvlab/partial_keys.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/rewrite.hpp>
+#include <kvlab/tier_demand.hpp>
 
 #include <cmath>
 #include <string>
@@ -41,7 +42,18 @@ class ShadowKv final : public kvlab::Policy {
         .scratch_numbers(6);
   }
 
+  // Outliers, and in steps the chosen chunks, have pages of their own. Local chunks, what fills no chunk, and new
+  // tokens follow one another.
+  kvlab::Demand demand(int prompt, int max_new) const override {
+    if (!offloads_ || !limited_) return {};
+    return tiers_.of(prompt, max_new, [&](int, bool decodes) {
+      const int apart = decodes ? tokens_ / chunk_ - local_ : outliers_, behind = decodes ? max_new : 0;
+      return apart * tiers_.pages_of_run(chunk_) + tiers_.pages_of_run((local_ + 1) * chunk_ + behind);
+    });
+  }
+
   void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
+    tiers_ = kvlab::TierDemand(shape, budget, 0);
     const int width = shape.kv_heads * shape.head_dim;
     if (budget.kind == BudgetAmount::bytes || (budget.kind == BudgetAmount::ratio && budget.value < 1))
       throw kvlab::Error(kvlab::Errc::config,
@@ -51,7 +63,7 @@ class ShadowKv final : public kvlab::Policy {
     budget.require((outliers_ + local_ + 1) * chunk_, "the outliers, the local chunks, and one more chunk");
     limited_ = budget.kind == BudgetAmount::tokens;
     if (!limited_) return;
-    const int tokens = static_cast<int>(budget.value);
+    const int tokens = tokens_ = static_cast<int>(budget.value);
     if (tokens % chunk_ != 0)
       throw kvlab::Error(kvlab::Errc::config, "got a budget of " + std::to_string(tokens) +
                                                   " tokens, wanted a multiple of " + std::to_string(chunk_) +
@@ -128,7 +140,8 @@ class ShadowKv final : public kvlab::Policy {
     return keys;
   }
 
-  int rank_, chunk_, outliers_, local_, divisor_;
+  int rank_, chunk_, outliers_, local_, divisor_, tokens_ = 0;
+  kvlab::TierDemand tiers_;
   kvlab::GroupRule group_;
   bool factorises_, offloads_, limited_ = false;
   kvlab::KeptChunks kept_;

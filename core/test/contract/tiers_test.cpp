@@ -1,6 +1,7 @@
 // Tiers, fidelity where it can be known, and RoPE regimes.
 #include <catch2/catch.hpp>
 
+#include "engine/scheduler.hpp"
 #include "run/shadow.hpp"
 #include "support/contract.hpp"
 
@@ -80,6 +81,72 @@ TEST_CASE("forced misses, everything on the host in every step, give the bits of
       if (misses) CHECK(ledger.moved_total(Tier::device) > 0);
     }
   }
+}
+
+TEST_CASE("rows whose pages are under way sit steps out, and have the texts that they have alone") {
+  const auto model = tiny_model("llama-gqa3");
+  std::vector<Request> requests(5);
+  for (std::size_t i = 0; i < requests.size(); ++i)
+    requests[i] = {test_text(90 + 7 * static_cast<int>(i), model->config.vocab, static_cast<unsigned>(i) + 1), {}, 16};
+  for (const Subject& s : about("policies with the parameter `pause`",
+                                [](const Subject& s) { return s.spec.policy && s.spec.policy->params.has("pause"); })) {
+    CAPTURE(s.label);
+    PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, 48);
+    const auto serve = [&](bool pause, int slots, int reload_steps) {
+      auto values = spec.policy->params.values();
+      values["pause"] = pause;
+      if (values.count("rerank_every")) values["rerank_every"] = std::int64_t{3};
+      PolicySpec with = spec;
+      with.policy->params = Params(values);
+      EngineOptions o;
+      o.slots = slots, o.reload_steps = reload_steps;
+      o.batch_invariant = on_cuda();
+      Play p(model, with, o);
+      Scheduler scheduler(*p.engine, requests, {});
+      std::pair<std::vector<std::vector<int>>, int> out;
+      while (!scheduler.done()) REQUIRE(scheduler.iterate() == Fit::ok);
+      for (const Served& one : scheduler.served()) out.first.push_back(one.tokens), out.second += one.pauses;
+      p.engine->store().check_invariants();
+      return out;
+    };
+    const auto alone = serve(false, 1, 0);
+    INFO(
+        "usual cause: a row attends to pages that it has not waited for: select() lists them, and observe() of an "
+        "earlier step placed them for Deadline::sequence.");
+    CHECK(serve(true, 1, 0) == alone);
+    CHECK(serve(true, 4, 0).first == alone.first);
+    const auto waiting = serve(true, 4, 2);
+    CHECK(waiting.first == alone.first);
+    if (!on_cuda()) CHECK(waiting.second > 0);
+  }
+}
+
+// Frames and counts of tokens are rounded up to pages, as a workload rounds them.
+TEST_CASE("a policy's demand is at least what it takes of each tier") {
+  const auto model = tiny_model("llama-gqa3");
+  const int steps = 40;
+  for (const Subject& s : about("policies", [](const Subject& s) { return s.spec.policy.has_value(); }))
+    for (const int tokens : {150, 40}) {
+      CAPTURE(s.label, tokens);
+      PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, 64);
+      EngineOptions o;
+      o.slots = 1, o.max_tokens = 192;
+      Play p(model, spec, o);
+      const Engine::Demanded says = p.engine->demanded(tokens, steps);
+      INFO(
+          "usual cause: Policy::demand counts the tokens of a budget, and a head's set may also hold its pins and a "
+          "page "
+          "that the step opened. The mean over all KV heads counts.");
+      const int slot = p.engine->open();
+      p.prompt(slot, test_text(tokens, model->config.vocab));
+      CHECK(p.engine->used_bytes() <= says.prompt);
+      if (says.decode < 0 && says.host < 0) continue;
+      for (int i = 0; i < steps; ++i) {
+        p.step({slot}, {7});
+        if (says.decode >= 0) CHECK(p.engine->used_bytes() <= says.decode);
+        if (says.host >= 0) CHECK(p.engine->host_used_bytes() <= says.host);
+      }
+    }
 }
 
 TEST_CASE("pages that are packed on the host give the same bits") {

@@ -49,20 +49,24 @@ bool fill(Engine& engine, std::int64_t cap) {
 TEST_CASE("under device_memory the bytes that the cache holds stay below it, and pages get the rest") {
   const auto model = tiny_model("llama-gqa3");
   for (const char* text :
-       {"full", "{quest: {dense_layers: 0, budget: {tokens: 24}}}", "{h2o: {budget: {tokens: 24}}}"}) {
+       {"full", "{quest: {dense_layers: 0, budget: {tokens: 24}}}", "{h2o: {budget: {tokens: 24}}}",
+        "{quest: {dense_layers: 0, budget: {tokens: 24}, placement: {tier: host, resident: 16}}}",
+        "{flexicache: {unstable_heads: false, budget: {tokens: 32}, rerank_every: 4}}",
+        "{freekv: {sinks: 8, window: 8, dense_layers: 0, budget: {tokens: 32}}}",
+        "{arkvale: {sinks: 8, window: 8, dense_layers: 0, budget: {tokens: 48}}}"}) {
     CAPTURE(text);
     const PolicySpec spec = policy_of(text, 8);
     const auto policy = [&] { return subjects().policy(spec, *model); };
     EngineOptions o = options_of(spec);
     const CacheMemory m = Engine::memory(*model, *policy(), o);
-    CHECK((m.summaries > 0) == (spec.name == "quest"));
+    const bool places = spec.placement.tier == Tier::host || spec.policy, scores = spec.name == "h2o";
+    CHECK((m.summaries > 0) == (spec.selector || spec.policy));
     const std::int64_t cap = m.beside_pages() + 45 * m.heads * m.page;
     Engine::fit(o, cap, *model, *policy());
     CHECK(o.device_limit == 45 * m.heads * m.frame);
     Engine engine(model, policy(), o);
-    const bool evicts = spec.name == "h2o";
-    CHECK(fill(engine, cap) == !evicts);
-    if (!evicts) CHECK(engine.used_bytes() > 44 * m.heads * m.frame);
+    CHECK(fill(engine, cap) == !(places || scores));
+    if (!places && !scores) CHECK(engine.used_bytes() > 44 * m.heads * m.frame);
   }
 }
 
