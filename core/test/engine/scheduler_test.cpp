@@ -438,6 +438,35 @@ TEST_CASE("a prompt that is let in fits, and one that fits is let in") {
     }
 }
 
+TEST_CASE("a prompt that is compressed behind its last layer is let in where all of it fits") {
+  struct Late final : Policy {
+    Needs needs() const override { return Needs{}.finish_prompt(true); }
+    void finish_prompt(const LayerKv& kv, Edits& edits, Stream) override {
+      const TokenList l = kv.list<TokenList>("kept", page);
+      for (int h = 0; h < kv.kv_heads(); ++h) {
+        l.count(0, h) = std::min(page, kv.pages.tokens(0, h));
+        for (int t = 0; t < l.count(0, h); ++t) l.index(0, h, t) = t;
+      }
+      edits.evict_rest(l);
+    }
+  };
+  // The long prompt takes 15 pages of each head. Beside it there are up to 3 of the second request, and one for each
+  // running request.
+  for (int pages = 15; pages <= 22; ++pages) {
+    CAPTURE(pages);
+    const std::vector<Request> requests{{text(120, 1), {}, 1, 0}, {text(8, 2), {}, 12, 0}, {text(120, 3), {}, 2, 0}};
+    Engine engine(tiny(), std::make_shared<Late>(), options(2, bytes_of(pages * page)));
+    SchedulerOptions how;
+    how.clock = ticking();
+    std::size_t most = 0;
+    how.stepped = [&](double, const std::vector<std::int32_t>& slots) { most = std::max(most, slots.size()); };
+    Scheduler s(engine, requests, how);
+    run(s, engine);
+    CHECK(preemptions(s) == 0);
+    if (pages >= 20) CHECK(most == 2);
+  }
+}
+
 TEST_CASE("a prompt that is let in leaves room for its first token and everybody's next one") {
   // The prompts fill 1 page and 2 pages. The token that each is fed takes a page more.
   const std::vector<Request> requests{{text(8, 1), {}, 2, 0}, {text(16, 2), {}, 2, 0}};
