@@ -64,6 +64,15 @@ __device__ void keep_lowest(const float* order, int pages, int all, int count, u
   __syncthreads();
 }
 
+// The block copies a full page to the host before it returns. It is a call, so that the plan stays small.
+__device__ __noinline__ void write_down(const CudaStoreLayer& s, std::int32_t frame, std::int32_t to, int thread) {
+  if (!s.mixed)
+    copy_frame(s, frame_at(s, 0, frame), frame_at(s, 1, to), thread, threads);
+  else if (thread < 32)
+    carry_page(s, 1, frame, to, s.layout.page_size, thread);
+  if (thread == 0 && s.layout.state_columns > 0) atomicAdd(&s.counters->states, 1ull);
+}
+
 struct Places {
   CudaStoreLayer first;
   CudaStorePlace of[cuda_store::most_places];
@@ -74,7 +83,8 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
   const CudaStoreLayer& s = f.first;
   const CudaStorePlace& a = f.of[blockIdx.y];
   extern __shared__ unsigned bits[];
-  __shared__ int ups, reusable;
+  __shared__ int ups, reusable, uncopied, waiting;
+  __shared__ bool room_below;
   __shared__ RadixShared radix;
   const int row = static_cast<int>(blockIdx.x) / s.kv_heads, head = static_cast<int>(blockIdx.x) % s.kv_heads,
             slot = a.slots[row], p = s.layout.page_size, mine = static_cast<int>(threadIdx.x), lane = mine % 32;
@@ -134,10 +144,11 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
   __syncthreads();  // every warp has counted before the bits change
   if (a.order.data && left > 0 && left < others) keep_lowest(&a.order(row, head, 0), pages, others, left, leave, radix);
 
-  // One warp turns bits into lists.
+  // One warp turns bits into lists: pages that come, and those that leave. Of the latter the first ones have a copy,
+  // and the last ones, from the list's end on, have none yet.
   std::int32_t *coming = a.lists + std::int64_t{blockIdx.x} * 2 * a.most, *frames = coming + a.most;
   if (mine < 32) {
-    int come_before = 0, reuse_before = 0;
+    int come_before = 0, reuse_before = 0, uncopied_before = 0;
     for (int begin = 0; begin < words; begin += 32) {
       const int w = begin + lane;
       const bool there = w < words;
@@ -155,8 +166,12 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
       next = reuse_before + before_in_warp(__popc(free), all);
       reuse_before += all;
       for (; free; free &= free - 1) frames[next++] = w * 32 + __ffs(static_cast<int>(free)) - 1;
+      unsigned held = there ? leaves & copy[w] : 0;
+      next = uncopied_before + before_in_warp(__popc(held), all);
+      uncopied_before += all;
+      for (; held; held &= held - 1) frames[a.most - 1 - next++] = w * 32 + __ffs(static_cast<int>(held)) - 1;
     }
-    if (lane == 0) ups = come_before, reusable = reuse_before;
+    if (lane == 0) ups = come_before, reusable = reuse_before, uncopied = uncopied_before, waiting = 0;
   }
   __syncthreads();
 
@@ -167,6 +182,23 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
   };
   bool changed = false;
   int arrived = 0, written = 0, rebuilt = 0;
+  const auto bring = [&](int page) {  // to the frame that it has by now
+    const PageEntry &to = h.table[0][page], &lower = h.table[1][page];
+    const bool without = without_keys(page);
+    job(without ? CudaStorePlace::up_without_keys : CudaStorePlace::up, lower.frame, to.frame,
+        last_of_job(s, lower, to.tokens));
+    ++arrived;
+    if (!without) return;
+    a.rebuilds[atomicAdd(a.rebuild_counts, 1)] = {slot, head, page, to.frame};
+    ++rebuilt;
+  };
+  const auto give = [&](PageEntry& gone, int page) {  // its frame
+    PageEntry fresh;
+    fresh.frame = gone.frame;
+    fresh.tokens = h.table[1][page].tokens;
+    gone = PageEntry{};
+    h.table[0][page] = fresh;
+  };
   for (int i = mine; i < ups || i < reusable; i += threads) {
     PageEntry* gone = i < reusable ? &h.table[0][frames[i]] : nullptr;
     changed = true;
@@ -177,27 +209,40 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
       continue;
     }
     PageEntry& to = h.table[0][coming[i]];
-    const PageEntry& lower = h.table[1][coming[i]];
-    const PageEntry low = lower;
-    if (gone && !a.reuse && take(s, 0, to, low.tokens, 0)) {
+    const int tokens = h.table[1][coming[i]].tokens;
+    if (gone && !a.reuse && take(s, 0, to, tokens, 0)) {
       job(CudaStorePlace::leave, gone->frame, null_frame, 0);
       *gone = PageEntry{};
     } else if (gone) {
-      PageEntry fresh;
-      fresh.frame = gone->frame;
-      fresh.tokens = low.tokens;
-      *gone = PageEntry{};
-      to = fresh;
-    } else if (!take(s, 0, to, low.tokens, store_no_room)) {
+      give(*gone, coming[i]);
+    } else if (!take(s, 0, to, tokens, uncopied > 0 ? 0 : store_no_room)) {
+      if (uncopied > 0) frames[reusable + atomicAdd(&waiting, 1)] = coming[i];
       continue;
     }
-    const bool without = without_keys(coming[i]);
-    job(without ? CudaStorePlace::up_without_keys : CudaStorePlace::up, low.frame, to.frame,
-        last_of_job(s, lower, low.tokens));
-    ++arrived;
-    if (!without) continue;
-    a.rebuilds[atomicAdd(a.rebuild_counts, 1)] = {slot, head, coming[i], to.frame};
-    ++rebuilt;
+    bring(coming[i]);
+  }
+  // No frame is left. A page without a copy gives its own once it is written down, which only this kernel can know: the
+  // copies of jobs run in any order.
+  if (uncopied > 0) {
+    __syncthreads();
+    for (int i = 0; i < waiting; ++i) {
+      const int page = frames[reusable + i], leaves = frames[a.most - 1 - i];
+      PageEntry &d = h.table[0][leaves], &low = h.table[1][leaves];
+      if (mine == 0) room_below = i < uncopied && take(s, 1, low, d.tokens, 0);
+      __syncthreads();
+      if (!room_below) {
+        if (mine == 0) fail(s, store_no_room);
+        break;
+      }
+      write_down(s, d.frame, low.frame, mine);
+      __syncthreads();
+      if (mine != 0) continue;
+      copy[leaves / 32] &= ~(1u << (leaves % 32));
+      give(d, page);
+      bring(page);
+      ++written;
+    }
+    __syncthreads();
   }
   for (int page = mine; page < pages; page += threads) {
     const bool leaves = leave[page / 32] >> (page % 32) & 1u, copies = copy[page / 32] >> (page % 32) & 1u;

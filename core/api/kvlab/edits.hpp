@@ -156,8 +156,8 @@ class Edits {
   void recall(const PageList& pages, Deadline when = {}) { push(Edit::recall, pages, when); }
   // Says where a set of pages shall be. Afterwards the listed and pinned pages of the heads are on the device. Their
   // full pages have a copy on the host, which is written once. No other page is on the device, unless there is room.
-  // The store finds what is missing and moves nothing else. A page that comes needs a free frame, unless a page that
-  // has a copy leaves for it. An edit that only writes copies does not count as fired. Needs::host_pages is needed.
+  // The store finds what is missing and moves nothing else. A page that comes needs a free frame, unless a page leaves
+  // for it. An edit that only writes copies does not count as fired. Needs::host_pages is needed.
   // Other deadlines than this and the next attention do not go with `rooms` and `order`, which are scratch:
   // Errc::unsupported.
   void place(const PageList& pages, const Placing& how) {

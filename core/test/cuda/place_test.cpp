@@ -20,7 +20,9 @@ struct Scene : StoreFixture {
   OnDevice memory;
   std::unique_ptr<CudaStore> store;
 
-  explicit Scene(bool full) {
+  explicit Scene(bool full, const StoreOptions& like = {}) {
+    options.token_state = like.token_state;
+    options.host_codec = like.host_codec;
     options.shape.layers = 1;
     options.host_pages = true;
     const std::int64_t frame = frame_layout(options, {}).bytes;
@@ -95,6 +97,47 @@ TEST_CASE(
     CHECK(s.tokens() == before);
     s.store->check_invariants();
   }
+}
+
+// Page 11 is full now and was never copied. The set to come has it no more, and other pages come. With `full` its
+// frames are all that they can have.
+TEST_CASE("cuda store: a page without a copy gives its frame to one that comes, once it is written down") {
+  StoreOptions plain, with_state, coded;
+  with_state.token_state = {"x"};
+  coded.host_codec.k.bits = coded.host_codec.v.bits = 8;
+  for (const StoreOptions& like : {plain, with_state, coded})
+    for (const Pages& set : {Pages{2, 5, 9}, Pages{0, 1, 9}})
+      for (const bool reuse : {true, false})
+        for (const Deadline::Kind kind : {Deadline::this_attention, Deadline::next_attention}) {
+          CAPTURE(like.token_state.size(), like.host_codec.k.bits, set, reuse, static_cast<int>(kind));
+          std::vector<test::StoredToken> kept[2];
+          std::vector<std::int64_t> moved[2];
+          for (const bool full : {false, true}) {
+            Scene s(false, like);
+            REQUIRE(s.store->open() == 1);
+            if (full) test::append_rows(*s.store, s, s.memory, 1, 32);
+            test::append_rows(*s.store, s, s.memory, 0, 3);
+            REQUIRE((s.store->page_bytes(Tier::device) == s.options.device_limit) == full);
+            const std::int32_t of_11 = s.frame(1, 11);
+            const Ledger& ledger = s.store->ledger();
+            s.place(set, reuse, {kind});
+            Pages wanted = set;
+            wanted.push_back(12);
+            CHECK(s.device() == wanted);
+            bool takes = false;
+            for (const int page : set) takes |= s.frame(1, page) == of_11;
+            CHECK((!full || takes));
+            kept[full] = s.tokens();
+            moved[full] = {ledger.moved_total(Tier::host), ledger.moved_total(Tier::device), s.store->fired(),
+                           s.store->page_bytes(Tier::device), s.store->page_bytes(Tier::host)};
+            if (full) moved[full][3] -= 16 * frame_layout(s.options, {}).bytes;
+            for (const int page : {3, 11}) s.place({page}, reuse, {kind});
+            CHECK(s.device() == Pages{11, 12});
+            s.store->check_invariants();
+          }
+          CHECK(kept[0] == kept[1]);
+          CHECK(moved[0] == moved[1]);
+        }
 }
 
 // As on the CPU (core/test/store/edits_test.cpp).

@@ -86,6 +86,27 @@ TEST_CASE("place brings pages in the frames of those that leave where no other i
   store.check_invariants();
 }
 
+// Page 11 is full by now, has no copy, and is to leave.
+TEST_CASE("place brings a page in the frame of one that is written down only then") {
+  Placed f;
+  f.options.shape.layers = 1;
+  f.options.device_limit = 24 * frame_layout(f.options, {}).bytes;
+  CpuStore store(f.options);
+  const int slot = store.open(), other = store.open();
+  REQUIRE(f.fill(store, slot, 46) == Fit::ok);
+  REQUIRE(place(store, slot, Lists(2, {2, 5}).pages(), {}).fit == Fit::ok);
+  REQUIRE(f.fill(store, other, 32) == Fit::ok);
+  REQUIRE(f.fill(store, slot, 3) == Fit::ok);
+  REQUIRE(store.page_bytes(Tier::device) == f.options.device_limit);
+  REQUIRE_FALSE(on(store, Tier::host, 0, slot, 1, 11));
+  const auto before = test::stored_tokens(store, 0, slot, 1);
+  REQUIRE(place(store, slot, Lists(2, {2, 5, 9}).pages(), {}).fit == Fit::ok);
+  CHECK(pages_on(store, Tier::device, slot, 1) == Pages{2, 5, 9, 12});
+  CHECK(on(store, Tier::host, 0, slot, 1, 11));
+  CHECK(test::stored_tokens(store, 0, slot, 1) == before);
+  store.check_invariants();
+}
+
 TEST_CASE("a place edit of a sequence's deadline runs when its step has ended, behind the step's other edits") {
   for (const bool decode : {false, true}) {
     CAPTURE(decode);
