@@ -10,6 +10,7 @@
 #include "cases/paged_fixture.hpp"
 #include "cases/quick.hpp"
 #include "ops/select/allot.hpp"
+#include "ops/select/page_order.hpp"
 #include "ops/select/reference.hpp"
 
 namespace kvlab::cases {
@@ -104,10 +105,32 @@ void check_lists(Place& place, Check& check, const Tiers& t, unsigned n, std::mt
   check.equal("share_of_keep", place.get(to), part);
 }
 
+// Order of pages: of some heads, with left out tokens that may be all.
+void check_order(Place& place, Check& check, const Tiers& t, unsigned n, std::mt19937& rng) {
+  const auto below = [&](int x) { return static_cast<int>(rng() % static_cast<unsigned>(x)); };
+  std::vector<float> scores, order;
+  for (int i = 0; i < t.rows * t.heads * t.most; ++i) {
+    scores.push_back(static_cast<float>(below(1000)) / 8);
+    order.push_back(static_cast<float>(-i));
+  }
+  std::vector<std::uint8_t> marks(static_cast<std::size_t>(t.rows * t.heads));
+  for (auto& m : marks) m = rng() % 3 > 0;
+  const auto flags = View<std::uint8_t, 2>::dense(marks.data(), {t.rows, t.heads});
+  const auto of = [&](std::vector<float>& x) { return View<float, 3>::dense(x.data(), {t.rows, t.heads, t.most}); };
+  const Pins left_out{below(n % 2 ? 40 : 1), below(n % 3 ? 40 : 1), false};
+  const auto there = place.put(of(order)), scores_there = place.put(of(scores));
+  const bool some = n % 4 > 0;
+  ops::keep_page_scores_reference(t.kv[0], of(scores), left_out, some ? Heads::flagged(flags) : Heads{}, of(order));
+  ops::keep_page_scores(place.put(t.kv[0], t.frame.size()), scores_there, left_out,
+                        some ? Heads::flagged(place.put(flags)) : Heads{}, there, place.stream());
+  check.equal("keep_page_scores", place.get(there), order, 0);
+}
+
 void check_tiers(Place& place, Check& check, const Tiers& t, unsigned n, std::mt19937& rng) {
   const auto scope = check.in(fmt::format("tables of {} rows, {} KV heads, {} pages of {}, number {}", t.rows, t.heads,
                                           t.most, t.page_size, n));
   check_lists(place, check, t, n, rng);
+  check_order(place, check, t, n, rng);
 }
 
 void check_small(Place& place, Check& check) {

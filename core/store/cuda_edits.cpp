@@ -172,7 +172,7 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
   const Shape& s = options_.shape;
   CudaStorePlace a = place_of(e, slots);
   if (a.most == 0) return {Fit::ok, -1};
-  a.spilled = spills_at_once() ? nullptr : spilled_flags_.as<std::uint8_t>();
+  a.spilled = spills_at_once() ? nullptr : spill_rooms_.as<std::int32_t>();
   const std::int64_t heads = std::int64_t{a.rows} * s.kv_heads;
   if (!reserved_) {
     const std::int64_t pages = (max_length(e.layer, slots) + s.page_size - 1) / s.page_size;

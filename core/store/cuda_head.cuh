@@ -97,12 +97,12 @@ __device__ inline bool take(const CudaStoreLayer& s, int tier, PageEntry& e, int
 
 // Takes `count` frames of a pool: its list's last ones below the returned place. -1: there are too few, which is noted.
 // Then those that there are stay taken, since other blocks may have found the list empty meanwhile.
-__device__ inline int take_frames(const CudaStoreLayer& s, int pool, int count) {
+__device__ inline int take_frames(const CudaStoreLayer& s, int pool, int count, int otherwise = store_no_frame) {
   std::int32_t* free_count = s.pool[pool].free_count;
   const int left = atomicSub(free_count, count);
   if (left >= count) return left;
   atomicAdd(free_count, count - max(left, 0));
-  fail(s, store_no_frame);
+  fail(s, otherwise);
   return -1;
 }
 

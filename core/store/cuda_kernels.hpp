@@ -136,18 +136,19 @@ struct CudaStorePlace : CudaStoreList {
   View<const std::int32_t, 2> rooms;
   bool reuse = true;
   View<const float, 3> order;
-  int layer = 0;                          // counted from the one of the CudaStoreLayer that a call gets
-  int most = 0;                           // no head has more pages
-  std::int32_t* lists = nullptr;          // scratch [row, kv_head, 2, most]
-  std::int32_t* jobs = nullptr;           // [4 * rows * kv_heads * most]
-  const std::uint8_t* spilled = nullptr;  // [slot] heads of the others stay as they are; null = all are
-  Spare* spare = nullptr;                 // [slot] the numbers of pages are added, and nothing else is done; or null
-  std::int32_t* counts = nullptr;         // {jobs, blocks that are done}; zero before and after
-  std::int32_t* busy = nullptr;           // [slot] becomes 1 where the plan writes jobs; or null
-  bool awaited = false;                   // the step waits for the copies
-  unsigned long long* last = nullptr;     // the layer's latest edit that counted as fired; edits are numbered from 1
-  KeyFactors keys;                        // pages that they cover come without keys; or none
-  struct Rebuild {                        // such a page
+  int layer = 0;                  // counted from the one of the CudaStoreLayer that a call gets
+  int most = 0;                   // no head has more pages
+  std::int32_t* lists = nullptr;  // scratch [row, kv_head, 2, most]
+  std::int32_t* jobs = nullptr;   // [4 * rows * kv_heads * most]
+  // [slot] 1 + the least pages of a head that stay on the device; 0 = its heads are left alone. null = all are spilled.
+  const std::int32_t* spilled = nullptr;
+  Spare* spare = nullptr;              // [slot] the numbers of pages are added, and nothing else is done; or null
+  std::int32_t* counts = nullptr;      // {jobs, blocks that are done}; zero before and after
+  std::int32_t* busy = nullptr;        // [slot] becomes 1 where the plan writes jobs; or null
+  bool awaited = false;                // the step waits for the copies
+  unsigned long long* last = nullptr;  // the layer's latest edit that counted as fired; edits are numbered from 1
+  KeyFactors keys;                     // pages that they cover come without keys; or none
+  struct Rebuild {                     // such a page
     std::int32_t slot, head, page, frame;
   };
   Rebuild* rebuilds = nullptr;             // [rows * kv_heads * most], and

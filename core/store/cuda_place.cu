@@ -83,12 +83,12 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
   const CudaStoreLayer& s = f.first;
   const CudaStorePlace& a = f.of[blockIdx.y];
   extern __shared__ unsigned bits[];
-  __shared__ int ups, reusable, uncopied, waiting;
-  __shared__ bool room_below;
+  __shared__ int ups, reusable, uncopied, waiting, downs, below;
   __shared__ RadixShared radix;
   const int row = static_cast<int>(blockIdx.x) / s.kv_heads, head = static_cast<int>(blockIdx.x) % s.kv_heads,
             slot = a.slots[row], p = s.layout.page_size, mine = static_cast<int>(threadIdx.x), lane = mine % 32;
-  if (a.spilled && !a.spilled[slot] && !a.spare) return;
+  const int spilled = a.spilled && !a.spare ? a.spilled[slot] : 1;
+  if (spilled == 0) return;
   if (!a.heads.on(slot, head)) return;
   // Slots of later layers follow those of the first.
   const int of_layers = a.layer * static_cast<int>(s.heads_per_layer / s.kv_heads) + slot;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
     taken += __popc(chosen[w]), others += __popc(leave[w]), copies += __popc(copy[w]);
   taken = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(taken)));
   others = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(others)));
-  const int room = a.rooms.data ? a.rooms(row, head) : a.room;
+  const int room = max(spilled - 1, a.rooms.data ? a.rooms(row, head) : a.room);
   int left = others - max(0, room - taken);  // pages that still leave
   if (a.spare) {
     copies = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(copies)));
@@ -142,13 +142,13 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
     return;
   }
   __syncthreads();  // every warp has counted before the bits change
-  if (a.order.data && left > 0 && left < others) keep_lowest(&a.order(row, head, 0), pages, others, left, leave, radix);
+  if (a.order.data && left > 0 && left < others) keep_lowest(&a.order(at, head, 0), pages, others, left, leave, radix);
 
-  // One warp turns bits into lists: pages that come, and those that leave. Of the latter the first ones have a copy,
-  // and the last ones, from the list's end on, have none yet.
+  // One warp turns bits into lists. Two begin at the front of their memory: pages that come, and those that leave and
+  // have a copy. Two go back from its end: pages to write down, and those that leave and have no copy yet.
   std::int32_t *coming = a.lists + std::int64_t{blockIdx.x} * 2 * a.most, *frames = coming + a.most;
   if (mine < 32) {
-    int come_before = 0, reuse_before = 0, uncopied_before = 0;
+    int come_before = 0, reuse_before = 0, uncopied_before = 0, down_before = 0;
     for (int begin = 0; begin < words; begin += 32) {
       const int w = begin + lane;
       const bool there = w < words;
@@ -170,8 +170,16 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
       next = uncopied_before + before_in_warp(__popc(held), all);
       uncopied_before += all;
       for (; held; held &= held - 1) frames[a.most - 1 - next++] = w * 32 + __ffs(static_cast<int>(held)) - 1;
+      unsigned down = there ? copy[w] : 0;
+      next = down_before + before_in_warp(__popc(down), all);
+      down_before += all;
+      for (; down; down &= down - 1) coming[a.most - 1 - next++] = w * 32 + __ffs(static_cast<int>(down)) - 1;
     }
-    if (lane == 0) ups = come_before, reusable = reuse_before, uncopied = uncopied_before, waiting = 0;
+    if (lane == 0) {
+      ups = come_before, reusable = reuse_before, uncopied = uncopied_before, waiting = 0, downs = down_before;
+      below = downs > 0 ? take_frames(s, host_pool, downs, store_no_room) : -1;
+      if (below < 0) uncopied = 0;
+    }
   }
   __syncthreads();
 
@@ -221,37 +229,42 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
     }
     bring(coming[i]);
   }
-  // No frame is left. A page without a copy gives its own once it is written down, which only this kernel can know: the
-  // copies of jobs run in any order.
-  if (uncopied > 0) {
-    __syncthreads();
-    for (int i = 0; i < waiting; ++i) {
-      const int page = frames[reusable + i], leaves = frames[a.most - 1 - i];
-      PageEntry &d = h.table[0][leaves], &low = h.table[1][leaves];
-      if (mine == 0) room_below = i < uncopied && take(s, 1, low, d.tokens, 0);
-      __syncthreads();
-      if (!room_below) {
-        if (mine == 0) fail(s, store_no_room);
-        break;
-      }
-      write_down(s, d.frame, low.frame, mine);
-      __syncthreads();
-      if (mine != 0) continue;
-      copy[leaves / 32] &= ~(1u << (leaves % 32));
-      give(d, page);
-      bring(page);
-      ++written;
+  // A head's pages take their frames in one run of the pool's list, so that neighbours lie side by side.
+  if (below >= 0) {
+    for (int i = mine; i < downs; i += threads) {
+      PageEntry fresh;
+      fresh.frame = s.pool[host_pool].free[below - 1 - i];
+      fresh.tokens = static_cast<std::uint16_t>(p);
+      h.table[1][coming[a.most - 1 - i]] = fresh;
     }
     __syncthreads();
   }
-  for (int page = mine; page < pages; page += threads) {
-    const bool leaves = leave[page / 32] >> (page % 32) & 1u, copies = copy[page / 32] >> (page % 32) & 1u;
-    if (!copies) continue;
+  // No frame of the device is left. A page without a copy gives its own once it is written down, which only this kernel
+  // can know: the copies of jobs run in any order.
+  for (int i = 0; uncopied > 0 && i < waiting; ++i) {
+    if (i >= uncopied) {
+      if (mine == 0) fail(s, store_no_room);
+      break;
+    }
+    const int page = frames[reusable + i], leaves = frames[a.most - 1 - i];
+    PageEntry& d = h.table[0][leaves];
+    write_down(s, d.frame, h.table[1][leaves].frame, mine);
+    __syncthreads();
+    if (mine == 0) {
+      copy[leaves / 32] &= ~(1u << (leaves % 32));
+      give(d, page);
+      bring(page);
+    }
+    __syncthreads();
+  }
+  for (int i = mine; below >= 0 && i < downs; i += threads) {
+    const int page = coming[a.most - 1 - i];
+    ++written;
+    if (!(copy[page / 32] >> (page % 32) & 1u)) continue;  // it has given its frame
+    const bool leaves = leave[page / 32] >> (page % 32) & 1u;
     PageEntry &d = h.table[0][page], &low = h.table[1][page];
-    if (!take(s, 1, low, d.tokens, store_no_room)) continue;
     job(leaves ? CudaStorePlace::down_and_leave : CudaStorePlace::down, d.frame, low.frame,
         last_of_job(s, low, d.tokens));
-    ++written;
     if (!leaves) continue;
     changed = true;
     if (s.layout.state_columns > 0) atomicAdd(&s.counters->states, 1ull);

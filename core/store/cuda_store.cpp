@@ -146,7 +146,7 @@ CudaStore::Sizes CudaStore::sizes(const StoreOptions& o) {
   out.place_counts = 2 * (lane_of_beside + 1) * word;
   if (o.rebuilds_keys) out.rebuilds = of_layer * sizeof(CudaStorePlace::Rebuild) + 2 * word;
   out.placed_flags = heads;
-  out.spilled_flags = slots;
+  out.spilled = slots * word;
   out.spare_counts = n(s.layers) * slots * sizeof(Spare);
   if (o.pauses) out.reloads = Reloads::bytes(s.layers * most_pages_of_layer(s), s.max_slots);
   return out;
@@ -161,8 +161,8 @@ StoreBytes CudaStore::bytes(const StoreOptions& o) {
   std::int64_t places = o.host_pages ? 2 : 1;
   // A place in the list of each codec and in that of reclaim, and what an extent has.
   if (o.codecs.size() > 1) places = 3 + 2 * (frame / frame_layout(o, o.codecs[1]).bytes + 1);
-  const std::size_t lists = s.jobs + s.place_jobs + s.place_counts + s.rebuilds + s.placed_flags + s.spilled_flags +
-                            s.spare_counts + s.reloads;
+  const std::size_t lists =
+      s.jobs + s.place_jobs + s.place_counts + s.rebuilds + s.placed_flags + s.spilled + s.spare_counts + s.reloads;
   return {static_cast<std::int64_t>(2 * s.table + s.lengths + s.lower_pages + s.archive + s.archived + s.counters +
                                     s.rows + s.all_rows + s.inv_freq + lists) +
               (host_frames + 2) * place + before_frames,
@@ -183,7 +183,7 @@ void CudaStore::prepare_places(const Sizes& taken) {
   }
   returned_ = zeros(static_cast<std::size_t>(1 + capacity_[0]) * sizeof(std::int32_t));
   placed_flags_ = zeros(taken.placed_flags);
-  spilled_flags_ = zeros(taken.spilled_flags);
+  spill_rooms_ = zeros(taken.spilled);
   spare_counts_ = zeros(taken.spare_counts);
   placing_.resize(static_cast<std::size_t>(options_.shape.layers));
   const Shape& s = options_.shape;
@@ -663,13 +663,14 @@ void CudaStore::close(int slot) {
     note_lowered(0, in_all_layers({slot}), false);
     for (const CudaPool pool : {device_pool, lower_pool}) arrange(pool);
   }
-  if (spilled_flags_ && !spills_at_once()) zero_memory(spilled_flags_.as<std::uint8_t>() + slot, 1, stream_);
+  if (spill_rooms_ && !spills_at_once())
+    zero_memory(spill_rooms_.as<std::int32_t>() + slot, sizeof(std::int32_t), stream_);
   stale_ = true;
 }
 
-void CudaStore::mark_spilled(int slot) {
-  constexpr std::uint8_t yes = 1;
-  if (spilled_flags_) copy_memory(spilled_flags_.as<std::uint8_t>() + slot, &yes, 1, stream_);
+void CudaStore::mark_spilled(int slot, int room) {
+  const std::int32_t mark = 1 + room;
+  if (spill_rooms_) copy_memory(spill_rooms_.as<std::int32_t>() + slot, &mark, sizeof mark, stream_);
 }
 
 std::int64_t CudaStore::spare_bytes() const {

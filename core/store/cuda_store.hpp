@@ -121,7 +121,7 @@ class CudaStore final : public Store {
   struct Sizes {
     std::size_t table = 0, lengths = 0, lower_pages = 0, rows = 0, all_rows = 0, inv_freq = 0, jobs = 0, summaries = 0;
     std::size_t archive = 0, archived = 0, counters = 0;
-    std::size_t place_jobs = 0, place_counts = 0, rebuilds = 0, placed_flags = 0, spilled_flags = 0, spare_counts = 0,
+    std::size_t place_jobs = 0, place_counts = 0, rebuilds = 0, placed_flags = 0, spilled = 0, spare_counts = 0,
                 reloads = 0;  // for place edits
   };
   static Sizes sizes(const StoreOptions& options);
@@ -213,7 +213,7 @@ class CudaStore final : public Store {
   Stream working() const override { return beside_ ? side_->stream() : stream_; }
   Pending copied(const Pending& p, int slot, Stream device) const;
   Fit recall_layer(int layer, int slot) override;
-  void mark_spilled(int slot) override;
+  void mark_spilled(int slot, int room) override;
   std::int64_t free_frames(Tier tier) const override;
   void exact() const override { refresh(); }
   Stream fork() override;
@@ -270,7 +270,7 @@ class CudaStore final : public Store {
   StreamMemory rebuilds_, rebuild_counts_;  // CudaStorePlace's, of one edit at a time in the main stream
   StreamMemory returned_;                   // CudaStoreLayer::returned, behind its count
   StreamMemory placed_flags_;               // [layer, slot, kv_head] u8: CudaStoreLayer::placed
-  StreamMemory spilled_flags_;              // [slot] u8
+  StreamMemory spill_rooms_;                // [slot] CudaStorePlace::spilled
   StreamMemory spare_counts_;               // [layer, slot] Spare
   std::vector<CudaStorePlace> places_;      // edits beside a step that wait for a launch
   std::vector<CudaStoreFetch> fetches_;     // the same

@@ -385,7 +385,7 @@ Applied CpuStore::place_pages(const Edit& e, const std::vector<std::int32_t>& sl
       if (e.order && e.order.extent[2] < pages)
         bad(e, "got an order of " + std::to_string(e.order.extent[2]) + " pages, wanted " + std::to_string(pages));
       others.clear();
-      int stays = e.rooms ? e.rooms(static_cast<std::int64_t>(row), head) : e.room;
+      int stays = std::max(slot_room(slot), e.rooms ? e.rooms(static_cast<std::int64_t>(row), head) : e.room);
       for (int page = 0; page < pages; ++page) {
         const bool there = device[page].frame != null_frame, here = chosen[static_cast<std::size_t>(page)];
         if (there && device[page].tokens == p && !edit(Edit::offload, page)) return done;
@@ -393,7 +393,7 @@ Applied CpuStore::place_pages(const Edit& e, const std::vector<std::int32_t>& sl
         stays -= here;
       }
       const auto key = [&](int page) {
-        return ops::selection_key(e.order(static_cast<std::int64_t>(row), head, page),
+        return ops::selection_key(e.order(e.list.at(static_cast<std::int64_t>(row)), head, page),
                                   static_cast<std::uint32_t>(page));
       };
       if (e.order) std::sort(others.begin(), others.end(), [&](int a, int b) { return key(a) < key(b); });
@@ -424,12 +424,15 @@ void CpuStore::count_spare(const Edit& e, int slot) {
   for (int head = 0; head < s.kv_heads; ++head) {
     const int n = length(e.layer, slot, head), pages = (n + p - 1) / p;
     if (pages == 0 || !e.heads.on(slot, head)) continue;
-    const auto& low = entries(Tier::host, e.layer, slot, head);
+    const auto &low = entries(Tier::host, e.layer, slot, head), &here = entries(Tier::device, e.layer, slot, head);
     for (int page = 0; page < n / p; ++page) spare.write += low[page].frame == null_frame;
     choose_listed(e, 0, head, n, p, p, "place edit: got page ", chosen);
     chosen[static_cast<std::size_t>(pages - 1)] = true;
     const int stay = static_cast<int>(std::count(chosen.begin(), chosen.end(), true));
-    spare.leave += pages - std::max(stay, std::min(pages, e.room));
+    int others = 0;
+    for (int page = 0; page < pages; ++page)
+      others += here[page].frame != null_frame && !chosen[static_cast<std::size_t>(page)];
+    spare.leave += std::max(0, others - std::max(0, e.room - stay));
   }
 }
 

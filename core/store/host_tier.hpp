@@ -9,7 +9,7 @@
 namespace kvlab {
 
 // Whether a store takes its host tier at the start.
-inline bool takes_host_tier(const StoreOptions& o) { return o.host_pages || o.archive; }
+inline bool takes_host_tier(const StoreOptions& o) { return o.host_pages || o.archive || o.offloads; }
 
 // Bytes that pages on the host may take: host_limit, and without one 80 % of the memory that is free now.
 std::int64_t host_tier_limit(const StoreOptions& options);

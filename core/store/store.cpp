@@ -86,8 +86,10 @@ void check_waiting(const Edit& e) {
     throw Error(Errc::plugin,
                 "edit of layer " + std::to_string(e.layer) +
                     ": got factors of keys in an edit to come, wanted one for this or the next attention");
-  if (e.rooms || e.order)
-    throw Error(Errc::unsupported, "got `rooms` or `order` in a place edit to come, wanted `room`", "the cache");
+  if (e.rooms || (e.order && !e.list.slots))
+    throw Error(Errc::unsupported,
+                "got `rooms`, or an `order` without a list that lasts, in a place edit to come, wanted `room`",
+                "the cache");
 }
 
 void check_keys(const Edit& e, const StoreOptions& o) {
@@ -118,6 +120,7 @@ Store::Store(const StoreOptions& options, Stream stream)
       workspace_(ledger_, stream, options.scratch_limit),
       spare_(static_cast<std::size_t>(options.shape.layers * options.shape.max_slots)),
       spilled_(used_.size()),
+      slot_room_(used_.size()),
       spills_at_once_(options.spill == Spill::always),
       places_(static_cast<std::size_t>(options.shape.layers)),
       placed_(spare_.size()),
@@ -155,6 +158,7 @@ void Store::forget(int slot) {
   std::erase_if(pending_, [&](const Pending& p) { return p.slot == slot; });
   position_[static_cast<std::size_t>(slot)] = step_[static_cast<std::size_t>(slot)] = 0;
   used_[static_cast<std::size_t>(slot)] = spilled_[static_cast<std::size_t>(slot)] = false;
+  slot_room_[static_cast<std::size_t>(slot)] = 0;
   for (int layer = 0; layer < options_.shape.layers; ++layer)
     placed_[layer_slot(layer, slot)] = encoded_[layer_slot(layer, slot)] = false;
 }
@@ -173,16 +177,35 @@ void Store::spill_at_once() {
   for (int slot = 0; slot < options_.shape.max_slots; ++slot) spill(slot);
 }
 
-void Store::spill(int slot) {
+void Store::spill(int slot, int room) {
   spilled_[static_cast<std::size_t>(slot)] = true;
-  mark_spilled(slot);
+  slot_room_[static_cast<std::size_t>(slot)] = room;
+  mark_spilled(slot, room);
 }
 
 std::int64_t Store::spare_pages(int slot) const {
   std::int64_t sum = 0;
   for (int layer = 0; layer < options_.shape.layers; ++layer)
     if (placed_[layer_slot(layer, slot)]) sum += spare_[layer_slot(layer, slot)].leave;
-  return used_[static_cast<std::size_t>(slot)] && !spills(slot) ? sum : 0;
+  return used_[static_cast<std::size_t>(slot)] && (!spills(slot) || slot_room(slot) > 0) ? sum : 0;
+}
+
+std::int64_t Store::left_to_write(int slot) const { return spills(slot) ? 0 : pages_to_write(slot); }
+
+// Half of what could leave does: few spills suffice, and most pages that are of use stay. Heads may differ, and some
+// are not placed at all, so this goes by the mean of the layer with the most.
+int Store::room_after_spill(int slot) const {
+  const Shape& s = options_.shape;
+  const std::vector<std::int32_t> one{slot};
+  int most = 0, pages = 0;
+  for (int layer = 0; layer < s.layers; ++layer) {
+    const std::size_t at = layer_slot(layer, slot);
+    if (!placed_[at]) continue;
+    most = std::max(most, (spare_[at].leave + s.kv_heads - 1) / s.kv_heads);
+    pages = std::max(pages, (max_length(layer, one) + s.page_size - 1) / s.page_size);
+  }
+  const int half = (most + 1) / 2, now = slot_room(slot) > 0 ? slot_room(slot) : pages;
+  return most > half ? std::max(0, now - half) : 0;
 }
 
 std::int64_t Store::pages_to_write(int slot) const {
@@ -235,7 +258,7 @@ std::int64_t Store::spare_pages() const {
   std::sort(slots.begin(), slots.end());
   std::int64_t room = free_frames(Tier::host), sum = 0;
   for (const auto& [spare, slot] : slots)
-    if (const std::int64_t pages = pages_to_write(slot); pages <= room) room -= pages, sum -= spare;
+    if (const std::int64_t pages = left_to_write(slot); pages <= room) room -= pages, sum -= spare;
   return sum;
 }
 
@@ -243,7 +266,7 @@ std::int64_t Store::host_room() const {
   exact();
   std::int64_t room = free_frames(Tier::host);
   for (int slot = 0; slot < options_.shape.max_slots; ++slot)
-    if (spare_pages(slot) > 0) room -= pages_to_write(slot);
+    if (spare_pages(slot) > 0) room -= left_to_write(slot);
   return std::max<std::int64_t>(0, room);
 }
 
@@ -254,10 +277,13 @@ bool Store::spill_one() {
   std::int64_t most = 0;
   for (int slot = 0; slot < s.max_slots; ++slot) {
     const std::int64_t spare = spare_pages(slot);
-    if (spare > most && pages_to_write(slot) <= free_frames(Tier::host)) most = spare, chosen = slot;
+    if (spare == 0 || left_to_write(slot) > free_frames(Tier::host)) continue;
+    const bool goes_on = slot_room(slot) > 0, other_does = chosen >= 0 && slot_room(chosen) > 0;
+    if (goes_on > other_does || (goes_on == other_does && spare > most)) most = spare, chosen = slot;
   }
   if (chosen < 0) return false;
-  spill(chosen);
+  const int room = room_after_spill(chosen);
+  spill(chosen, room);
   struct Spilling {
     Store& store;
     const bool beside;
@@ -271,12 +297,17 @@ bool Store::spill_one() {
     e.room = placed_room_[layer_slot(layer, chosen)];
     e.list.slots = view(layer, one).slots;
     if (place_pages(e, one).fit != Fit::ok) return false;
+    if (room == 0) continue;
+    const std::size_t at = layer_slot(layer, chosen);
+    spare_[at] = {};
+    placed_step_[at] = steps(chosen);
+    count_spare(e, chosen);
   }
   return true;
 }
 
 void Store::note_place(const Edit& e, const std::vector<std::int32_t>& slots) {
-  if (!e.list.slots || e.rooms || e.order) spill_at_once();  // such an edit cannot be carried out later
+  if (!e.list.slots || e.rooms) spill_at_once();  // such an edit cannot be carried out later
   if (spills_at_once_ || in_graph_) return;
   Edit& kept = places_[static_cast<std::size_t>(e.layer)];
   if (!kept.list.slots) kept = e;
@@ -296,6 +327,7 @@ void Store::note_place(const Edit& e, const std::vector<std::int32_t>& slots) {
 
 Fit Store::recall_all(int layer, int slot) {
   placed_[layer_slot(layer, slot)] = false;
+  if (slot_room(slot) > 0) spill(slot);  // the room was that of another prompt
   return recall_layer(layer, slot);
 }
 
@@ -347,8 +379,9 @@ void Store::check_edit(const Edit& e, std::size_t rows) const {
   }
   if (e.rooms && (e.rooms.extent[0] < wanted || e.rooms.extent[1] < s.kv_heads))
     bad(e, "got rooms of fewer rows or heads than the callback has, wanted [row, kv_head]");
-  if (e.order && (e.order.extent[0] < wanted || e.order.extent[1] < s.kv_heads || e.order.stride[2] != 1))
-    bad(e, "got an order of another shape, wanted [row, kv_head, page] contiguous");
+  if (e.order && (e.order.extent[0] < listed || e.order.extent[1] < s.kv_heads || e.order.stride[2] != 1))
+    bad(e, std::string("got an order of another shape, wanted [") + (e.list.slots ? "slot" : "row") +
+               ", kv_head, page] contiguous");
   if (e.verb == Edit::drop && e.tier == Tier::disk) bad(e, "got a drop on the disk tier, wanted device or host");
   if (e.verb == Edit::encode && (e.codec < 0 || e.codec >= static_cast<int>(options_.codecs.size())))
     bad(e, "got codec " + std::to_string(e.codec) + ", wanted one that the policy declares");

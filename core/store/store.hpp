@@ -30,7 +30,8 @@ struct Finding;
 }
 
 // When the place edits of a sequence take effect. Under `pressure` all its pages stay on the device until frames run
-// short. Then it spills: its place edits are carried out, from the latest on.
+// short. Then it spills: its place edits are carried out, from the latest on. It spills in parts: each time half of the
+// pages that could leave do, and the others stay as long as the edits' `room` were so large.
 enum class Spill : std::uint8_t { always, pressure };
 
 struct StoreOptions {
@@ -49,7 +50,8 @@ struct StoreOptions {
   // On the CPU such edits are carried out after as many later steps or chunks, or when their row is awaited; 0 = at the
   // end of their own step. Tests see rows wait so. On a GPU the copies' own time decides.
   int reload_steps = 0;
-  bool archive = false;  // take the host tier for archives; archive and fetch need it
+  bool archive = false;   // take the host tier for archives; archive and fetch need it
+  bool offloads = false;  // take it at the start for offload; else the first one does
   Spill spill = Spill::always;
   // On a GPU the host reads the list of pages that a place edit moves, and copies each with a memcpy. It is for
   // comparisons: the host waits for the device in each edit.
@@ -225,7 +227,7 @@ class Store {
   // The same edit for one slot: sets spare_ of its layer and slot.
   virtual void count_spare(const Edit& e, int slot) = 0;
   virtual Fit recall_layer(int layer, int slot) = 0;
-  virtual void mark_spilled(int /*slot*/) {}
+  virtual void mark_spilled(int /*slot*/, int /*room*/) {}
   // Writes for each head of the slots whether it is meant. out: [slot, kv_head] memory of the stream's device.
   virtual void mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) = 0;
   virtual std::int64_t free_frames(Tier tier) const = 0;  // a lower bound; exact after exact()
@@ -251,12 +253,17 @@ class Store {
   bool spills_at_once() const { return spills_at_once_; }
   // Whether place edits of the slot take effect.
   bool spills(int slot) const { return spills_at_once_ || spilled_[static_cast<std::size_t>(slot)]; }
-  // Spills the sequence with the most spare pages. Returns false if no page may leave.
+  // Spills a part of a sequence: of one that has spilled in part, else of that with the most spare pages. Returns false
+  // if no page may leave.
   bool spill_one();
-  void spill(int slot);  // place edits of the slot take effect from now on
+  // Place edits of the slot take effect from now on. They leave at least `room` pages of a head on the device.
+  void spill(int slot, int room = 0);
+  int slot_room(int slot) const { return slot_room_[static_cast<std::size_t>(slot)]; }
   void spill_at_once();  // and those of all slots
   std::int64_t spare_pages(int slot) const;
-  std::int64_t spare_pages() const;  // of all slots that the host has room for
+  std::int64_t spare_pages() const;            // of all slots that the host has room for
+  std::int64_t left_to_write(int slot) const;  // pages_to_write before a slot's first spill
+  int room_after_spill(int slot) const;        // the next one for spill()
   std::size_t layer_slot(int layer, int slot) const {
     return static_cast<std::size_t>(layer * options_.shape.max_slots + slot);
   }
@@ -302,8 +309,9 @@ class Store {
   virtual std::int64_t lower_room(const std::vector<std::int32_t>& /*slots*/) const { return 0; }
   std::int64_t placed_pages(const std::vector<std::int32_t>& slots) const;
 
-  std::vector<Spare> spare_;   // [layer, slot]
-  std::vector<bool> spilled_;  // [slot]
+  std::vector<Spare> spare_;    // [layer, slot]
+  std::vector<bool> spilled_;   // [slot]
+  std::vector<int> slot_room_;  // [slot] pages of a head that stay in any case, after a spill in part; else 0
 
  private:
   // Notes what a place edit of a sequence that has not spilled will do when it spills.

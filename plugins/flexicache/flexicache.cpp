@@ -1,5 +1,6 @@
 // FlexiCache: KV heads whose best pages change fast keep all their pages on the device and choose in every step. The
 // others keep their best pages alone, and choose anew every R steps. FlexiCache, anonymous preprint 2025.
+#include <kvlab/page_order.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/tier_demand.hpp>
 
@@ -81,6 +82,7 @@ class FlexiCache final : public kvlab::Policy {
     budget.require(pins_.last + shape.page_size, "the newest ones and a page");
     capturable_ = budget.kind == kvlab::BudgetAmount::tokens;
     chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
+    if (by_prompt_) order_ = kvlab::KeptPageOrder("scores of the prompt's end", shape, w);
     if (unstable_heads_) unstable_ = kvlab::HeadClass("unstable heads", shape, marks_, w);
   }
 
@@ -88,7 +90,8 @@ class FlexiCache final : public kvlab::Policy {
   // first_query: step both happen in the first decode step, before its attention; not in that of a later turn.
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     if (kv.layer < dense_ || !kv.last[0] || (!by_prompt_ && kv.step[0] == 0)) return;
-    choose(kv, kv.last_queries(), {}, s);
+    const kvlab::Scores scores = choose(kv, kv.last_queries(), {}, s);
+    if (by_prompt_) kvlab::ops::keep_page_scores(kv.pages, scores, {}, {}, order_.of(kv), s);
     place(kv, Heads{}, beside(), edits);
   }
 
@@ -119,13 +122,16 @@ class FlexiCache final : public kvlab::Policy {
 
   Heads due(const kvlab::LayerKv& kv) const { return Heads::every(kv.steps, reranks_ ? period_ : 0); }
 
-  void choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads, kvlab::Stream s) {
-    kvlab::ops::choose_pages(kv, queries, choice_.among(heads), pins_.last, chosen_.of(kv), s);
+  kvlab::Scores choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads, kvlab::Stream s) {
+    return kvlab::ops::choose_pages(kv, queries, choice_.among(heads), pins_.last, chosen_.of(kv), s);
   }
 
   void place(const kvlab::LayerKv& kv, const Heads& heads, kvlab::Deadline when, kvlab::Edits& edits) {
-    edits.place(chosen_.of(kv),
-                {.heads = heads.except(unstable_.of(kv)), .pins = pins_, .reuse = reuses_, .when = when});
+    edits.place(chosen_.of(kv), {.heads = heads.except(unstable_.of(kv)),
+                                 .pins = pins_,
+                                 .reuse = reuses_,
+                                 .when = when,
+                                 .order = by_prompt_ ? order_.of(kv) : kvlab::View<float, 3>{}});
   }
 
   int dense_, bits_, period_, page_ = 1;
@@ -135,6 +141,7 @@ class FlexiCache final : public kvlab::Policy {
   kvlab::PageChoice choice_;
   std::vector<std::uint8_t> marks_;  // [layer, kv_head]
   kvlab::KeptPages chosen_;
+  kvlab::KeptPageOrder order_;  // in which pages leave when device memory runs short
   kvlab::HeadClass unstable_;
 };
 

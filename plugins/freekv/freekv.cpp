@@ -1,5 +1,6 @@
 // FreeKV: attention reads pages that the previous step's query chose and fetched while the model went on. Heads whose
 // query turned too far choose again first. Liu et al. 2025.
+#include <kvlab/page_order.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/tier_demand.hpp>
 
@@ -64,13 +65,15 @@ class FreeKv final : public kvlab::Policy {
     budget.require(pins_.first + pins_.last + shape.page_size, "sinks, window and a page");
     capturable_ = budget.kind == kvlab::BudgetAmount::tokens;
     chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
+    order_ = kvlab::KeptPageOrder("scores of the prompt's end", shape, w);
     last_ = kvlab::KeptQueries("last query", shape, w);
     turned_ = kvlab::KeptFlags("turned", shape, w);
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     if (kv.layer < dense_ || !kv.last[0]) return;
-    choose(kv, kv.last_queries(), {}, {}, edits, s);
+    const kvlab::Scores scores = choose(kv, kv.last_queries(), {}, {}, edits, s);
+    kvlab::ops::keep_page_scores(kv.pages, scores, pins_, {}, order_.of(kv), s);
     // No query counts as the one before the first step, so that it chooses again.
     kvlab::View<float, 3> last = last_.of(kv);
     last.data += kv.slots[0] * last.stride[0];
@@ -96,10 +99,12 @@ class FreeKv final : public kvlab::Policy {
   }
 
  private:
-  void choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads, kvlab::Deadline when,
-              kvlab::Edits& edits, kvlab::Stream s) {
-    kvlab::ops::choose_pages(kv, queries, choice_.among(heads), pins_.first + pins_.last, chosen_.of(kv), s);
-    edits.place(chosen_.of(kv), {.heads = heads, .pins = pins_, .when = when});
+  kvlab::Scores choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads,
+                       kvlab::Deadline when, kvlab::Edits& edits, kvlab::Stream s) {
+    const auto scores =
+        kvlab::ops::choose_pages(kv, queries, choice_.among(heads), pins_.first + pins_.last, chosen_.of(kv), s);
+    edits.place(chosen_.of(kv), {.heads = heads, .pins = pins_, .when = when, .order = order_.of(kv)});
+    return scores;
   }
 
   kvlab::Pins pins_;
@@ -111,6 +116,7 @@ class FreeKv final : public kvlab::Policy {
   kvlab::TierDemand tiers_;
   kvlab::PageChoice choice_;
   kvlab::KeptPages chosen_;
+  kvlab::KeptPageOrder order_;  // in which pages leave when device memory runs short
   kvlab::KeptQueries last_;
   kvlab::KeptFlags turned_;
 };

@@ -101,7 +101,10 @@ struct Placing {
   bool reuse = true;  // pages that come take the frames of pages that leave; false: the pool's, where it has some
   Deadline when;
   View<const std::int32_t, 2> rooms;  // [row, kv_head] in place of `room`; or empty
-  View<const float, 3> order;         // [row, kv_head, page] where not the oldest but the lowest leave first; or empty
+  // [row, kv_head, page] where not the oldest but the lowest leave first; or empty. Beside a list that lasts it lasts,
+  // too, and is [slot, kv_head, page] (kvlab/page_order.hpp). It also says what leaves first when device memory runs
+  // short.
+  View<const float, 3> order;
   // Pages that these factors cover come without their keys, which the store makes from the factors. It must live as
   // long as the policy. null, or another codec on the host = pages come whole. Needs::rebuilds_keys is needed. Not with
   // Deadline::sequence, a later step, or an observe beside the step: Errc::plugin.
@@ -158,7 +161,7 @@ class Edits {
   // full pages have a copy on the host, which is written once. No other page is on the device, unless there is room.
   // The store finds what is missing and moves nothing else. A page that comes needs a free frame, unless a page leaves
   // for it. An edit that only writes copies does not count as fired. Needs::host_pages is needed.
-  // Other deadlines than this and the next attention do not go with `rooms` and `order`, which are scratch:
+  // Other deadlines than this and the next attention do not go with `rooms`, nor with an `order` that is scratch:
   // Errc::unsupported.
   void place(const PageList& pages, const Placing& how) {
     Edit& e = push(Edit::place, pages, how.when);

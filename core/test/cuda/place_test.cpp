@@ -1,5 +1,6 @@
 // Which frames a place edit takes on the GPU, also where none is free, and when edits of tokens to come take effect.
 #include <catch2/catch.hpp>
+#include <kvlab/page_order.hpp>
 #include <memory>
 #include <vector>
 
@@ -138,6 +139,86 @@ TEST_CASE("cuda store: a page without a copy gives its frame to one that comes, 
           CHECK(kept[0] == kept[1]);
           CHECK(moved[0] == moved[1]);
         }
+}
+
+// As on the CPU (core/test/store/place_test.cpp), where the numbers are explained.
+TEST_CASE("cuda store: when frames run short the pages leave first that the order ranks lowest, a part at a time") {
+  for (const bool ordered : {true, false}) {
+    CAPTURE(ordered);
+    StoreFixture f;
+    f.options.host_pages = true;
+    f.options.spill = Spill::pressure;
+    const std::int64_t frame = frame_layout(f.options, {}).bytes;
+    f.options.device_limit = 48 * frame;
+    OnDevice memory;
+    CudaStore store(f.options, memory.stream());
+    const KeptPages kept("kept", f.options.shape, 4, store.workspace());
+    const KeptPageOrder order("order", f.options.shape, store.workspace());
+    const int b = store.open(), a = store.open();
+    test::append_rows(store, f, memory, a, 40);
+    const auto tokens = [&] { return test::stored_tokens(*store.copy_of(a), 1, 0, 1); };
+    const auto before = tokens();
+    const float scores[] = {3, 9, 1, 7, 5, 0, 8, 2, 6, 4};
+    const auto keep = [&](std::int32_t page) {
+      const std::int32_t one = 1;
+      for (int layer = 0; layer < 2; ++layer) {
+        const std::vector<std::int32_t> rows{a};
+        LayerKv kv;
+        kv.layer = layer;
+        kv.pages = store.view(layer, rows);
+        const PageList list = kept.of(kv);
+        for (int h = 0; h < 2; ++h) {
+          copy_memory(&list.index(a, h, 0), &page, sizeof page, memory.stream());
+          copy_memory(&list.count(a, h), &one, sizeof one, memory.stream());
+          copy_memory(&order.of(kv)(a, h, 0), scores, sizeof scores, memory.stream());
+        }
+        Placing how;
+        if (ordered) how.order = order.of(kv);
+        Edits edits(layer);
+        edits.place(list, how);
+        REQUIRE(store.apply(edits.all(), rows).fit == Fit::ok);
+        store.settle();
+      }
+    };
+    const auto device = [&] {
+      const auto all = test::entries_of(store, memory, 1, a);
+      Pages out;
+      for (int page = 0; page < 10; ++page)
+        if (all[static_cast<std::size_t>(store.shape().max_pages() + page)].frame != null_frame) out.push_back(page);
+      return out;
+    };
+    keep(1);
+    CHECK(store.fired() == 0);
+    CHECK(store.spare_bytes() == 4 * 8 * frame);
+    test::append_rows(store, f, memory, b, 16);
+    CHECK(device() == (ordered ? Pages{1, 3, 4, 6, 8, 9} : Pages{1, 5, 6, 7, 8, 9}));
+    CHECK(store.spare_bytes() == 4 * 4 * frame);
+    test::append_rows(store, f, memory, b, 16);
+    CHECK(device() == (ordered ? Pages{1, 3, 6, 9} : Pages{1, 7, 8, 9}));
+    CHECK(store.spare_bytes() == 4 * 2 * frame);
+    keep(5);
+    CHECK(device() == (ordered ? Pages{1, 5, 6, 9} : Pages{5, 7, 8, 9}));
+    test::append_rows(store, f, memory, b, 4);
+    CHECK(device() == (ordered ? Pages{1, 5, 9} : Pages{5, 8, 9}));
+    test::append_rows(store, f, memory, b, 4);
+    CHECK(device() == Pages{5, 9});
+    CHECK(store.spare_bytes() == 0);
+    keep(2);
+    CHECK(device() == Pages{2, 9});
+    CHECK(tokens() == before);
+    store.check_invariants();
+  }
+}
+
+TEST_CASE("cuda store: pages of a head that are written down together lie side by side on the host") {
+  Scene s(false);
+  const auto below = test::entries_of(*s.store, s.memory, 0, 0, Tier::host);
+  const auto step = static_cast<std::int32_t>(frame_layout(s.options, {}).bytes / granule_bytes);
+  for (int head = 0; head < 2; ++head)
+    for (int page = 1; page < 11; ++page) {
+      const auto at = static_cast<std::size_t>(head * s.store->shape().max_pages() + page);
+      CHECK(below[at].frame == below[at - 1].frame + step);
+    }
 }
 
 // As on the CPU (core/test/store/edits_test.cpp).

@@ -33,11 +33,10 @@ TEST_CASE("host tier: a host_memory below one page is refused with both numbers,
   StoreFixture f;
   const std::int64_t frame = frame_layout(f.options, f.options.host_codec).bytes;
   for (const Device device : {Device::cpu, Device::cuda})
-    for (const bool archive : {false, true}) {
-      CAPTURE(device == Device::cuda, archive);
+    for (const auto way : {&StoreOptions::host_pages, &StoreOptions::archive, &StoreOptions::offloads}) {
+      CAPTURE(device == Device::cuda, way == &StoreOptions::archive, way == &StoreOptions::offloads);
       StoreOptions o = f.options;
-      o.host_pages = !archive;
-      o.archive = archive;
+      o.*way = true;
       o.host_limit = frame - 1;
       CHECK_THROWS_WITH(check_store(o, device),
                         Catch::Contains("got host_memory of " + std::to_string(frame - 1) +
@@ -46,7 +45,7 @@ TEST_CASE("host tier: a host_memory below one page is refused with both numbers,
       if (device == Device::cpu) CHECK_THROWS_WITH(make_store(o, Stream::cpu()), Catch::Contains("got host_memory of"));
       o.host_limit = frame;
       CHECK_NOTHROW(check_store(o, device));
-      o.host_pages = o.archive = false;  // nothing takes the tier
+      o.*way = false;  // nothing takes the tier
       o.host_limit = 0;
       CHECK_NOTHROW(check_store(o, device));
     }

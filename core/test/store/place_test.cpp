@@ -1,6 +1,7 @@
 // Edits::place says where pages shall be; the store finds what is missing.
 #include <kvlab/error.hpp>
 #include <kvlab/key_factors.hpp>
+#include <kvlab/page_order.hpp>
 #include <kvlab/policy.hpp>
 
 #include <catch2/catch.hpp>
@@ -462,10 +463,10 @@ TEST_CASE("under pressure pages stay on the device until frames run short, and t
   CHECK(f.store->spare_bytes() * 20 == f.store->page_bytes(Tier::device) / 2 * 2 * 3 * 4);  // 3 of 5 pages of each head
   CHECK(f.place(a, 0, 3).changed == 0);                                                     // the list may change
   f.place(a, 0, 1);
-  const int c = f.open(0);  // 20 frames more: a spill gives 12, so both others spill
+  const int c = f.open(0);  // 20 frames more: the spills of a give 8 and 4, so b spills in part
   CHECK(f.device(c) == all);
   CHECK(f.device(a) == Pages{1, 4});
-  CHECK(f.device(b) == Pages{2, 4});
+  CHECK(f.device(b) == Pages{2, 3, 4});
   CHECK(f.host(a) == all);
   CHECK(test::stored_tokens(*f.store, 1, a, 1) == tokens);
   CHECK(f.place(a, 1, 0).changed == 4);  // from now on the edits of a are carried out
@@ -521,8 +522,110 @@ TEST_CASE("a sequence does not spill while its prompt goes on, nor where the hos
   CHECK(f.store->spare_bytes() * 20 == f.store->page_bytes(Tier::device) / 2 * 3 * 4);
   CHECK(f.fill(*f.store, f.store->open(), 12) == Fit::ok);
   CHECK(f.device(first) == all);
-  CHECK(f.device(second) == Pages{1, 4});
+  CHECK(f.device(second) == Pages{1, 3, 4});
   f.store->check_invariants();
+}
+
+// A head has 10 pages, of which it keeps two. A spill gives half of the others away, rounded up: 4, then 2, 1 and 1.
+// The same on a GPU: core/test/cuda/place_test.cpp.
+TEST_CASE("when frames run short the pages leave first that the order ranks lowest, a part of them at a time") {
+  for (const bool ordered : {true, false}) {
+    CAPTURE(ordered);
+    Placed f;
+    f.options.spill = Spill::pressure;
+    f.options.device_limit = 48 * frame_layout(f.options, {}).bytes;
+    CpuStore store(f.options);
+    const KeptPages kept("kept", f.options.shape, 4, store.workspace());
+    const KeptPageOrder order("order", f.options.shape, store.workspace());
+    const int b = store.open(), a = store.open();
+    REQUIRE(f.fill(store, a, 40) == Fit::ok);
+    const auto before = test::stored_tokens(store, 1, a, 1);
+    const float scores[] = {3, 9, 1, 7, 5, 0, 8, 2, 6, 4};
+    const auto keep = [&](int page) {
+      std::int64_t changed = 0;
+      for (int layer = 0; layer < 2; ++layer) {
+        const std::vector<std::int32_t> rows{a};
+        LayerKv kv;
+        kv.layer = layer;
+        kv.pages = store.view(layer, rows);
+        const PageList list = kept.of(kv);
+        for (int h = 0; h < 2; ++h) {
+          list.index(a, h, 0) = page, list.count(a, h) = 1;
+          std::copy(std::begin(scores), std::end(scores), &order.of(kv)(a, h, 0));
+        }
+        Placing how;
+        if (ordered) how.order = order.of(kv);
+        Edits edits(layer);
+        edits.place(list, how);
+        changed += store.apply(edits.all(), rows).changed;
+      }
+      return changed;
+    };
+    const auto device = [&] { return pages_on(store, Tier::device, a, 1, 1); };
+    const std::int64_t frame = frame_layout(f.options, {}).bytes;
+    CHECK(keep(1) == 0);
+    CHECK(store.spare_bytes() == 4 * 8 * frame);
+    REQUIRE(f.fill(store, b, 16) == Fit::ok);
+    CHECK(device() == (ordered ? Pages{1, 3, 4, 6, 8, 9} : Pages{1, 5, 6, 7, 8, 9}));
+    CHECK(store.spare_bytes() == 4 * 4 * frame);
+    REQUIRE(f.fill(store, b, 16) == Fit::ok);
+    CHECK(device() == (ordered ? Pages{1, 3, 6, 9} : Pages{1, 7, 8, 9}));
+    CHECK(store.spare_bytes() == 4 * 2 * frame);
+    CHECK(keep(5) == 4 * 2);  // page 5 comes, and one of the others leaves
+    CHECK(device() == (ordered ? Pages{1, 5, 6, 9} : Pages{5, 7, 8, 9}));
+    REQUIRE(f.fill(store, b, 4) == Fit::ok);
+    CHECK(device() == (ordered ? Pages{1, 5, 9} : Pages{5, 8, 9}));
+    REQUIRE(f.fill(store, b, 4) == Fit::ok);
+    CHECK(device() == Pages{5, 9});
+    CHECK(store.spare_bytes() == 0);
+    CHECK(keep(2) == 4 * 2);
+    CHECK(device() == Pages{2, 9});
+    CHECK(test::stored_tokens(store, 1, a, 1) == before);
+    CHECK(f.fill(store, b, 4) == Fit::out_of_memory);
+    store.check_invariants();
+  }
+}
+
+TEST_CASE("a sequence that has spilled in part goes on before another begins, and a new prompt spills it as a whole") {
+  Pressed f;
+  const int a = f.open(1);
+  REQUIRE(f.fill(*f.store, f.store->open(), 20) == Fit::ok);
+  const int c = f.store->open();
+  REQUIRE(f.fill(*f.store, c, 8) == Fit::ok);  // 8 frames of 4 and 8
+  CHECK(f.device(a) == Pages{1, 3, 4});
+  f.store->close(c);
+  for (int layer = 0; layer < 2; ++layer) REQUIRE(f.store->recall_all(layer, a) == Fit::ok);
+  CHECK(f.device(a) == all);
+  CHECK(f.store->spare_bytes() == 0);
+  for (int layer = 0; layer < 2; ++layer) f.place(a, layer, 2);
+  CHECK(f.device(a) == Pages{2, 4});
+
+  Pressed g;
+  const int first = g.open(1), second = g.open(2), third = g.store->open();
+  REQUIRE(g.fill(*g.store, third, 8) == Fit::ok);
+  CHECK(g.device(first) == Pages{1, 3, 4});
+  CHECK(g.device(second) == all);
+  REQUIRE(g.fill(*g.store, third, 8) == Fit::ok);
+  CHECK(g.device(first) == Pages{1, 4});
+  CHECK(g.device(second) == all);
+  REQUIRE(g.fill(*g.store, third, 4) == Fit::ok);
+  CHECK(g.device(second) == Pages{2, 3, 4});
+  g.store->check_invariants();
+}
+
+// The arena's frames are taken in order.
+TEST_CASE("pages of a head that are written down together lie side by side on the host") {
+  Placed f;
+  CpuStore store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 46);
+  place(store, slot, Lists(2, {2, 5}).pages(), {});
+  const std::vector<std::int32_t> rows{slot};
+  const PagedKv below = store.view(0, rows, Tier::host);
+  const auto step = static_cast<std::int32_t>(frame_layout(f.options, {}).bytes / granule_bytes);
+  for (int head = 0; head < 2; ++head)
+    for (int page = 1; page < 11; ++page)
+      CHECK(below.entry(0, head, page).frame == below.entry(0, head, page - 1).frame + step);
 }
 
 TEST_CASE("under pressure an edit whose list does not last is carried out at once") {
