@@ -19,6 +19,7 @@
 #include "plugin/before_step.hpp"
 #include "plugin/budget_tokens.hpp"
 #include "plugin/edits_author.hpp"
+#include "plugin/offloads.hpp"
 #include "plugin/verified.hpp"
 
 namespace kvlab {
@@ -49,7 +50,7 @@ class CountedWorkspace final : public Workspace {
   std::size_t bytes_per_slot_ = 0;
 };
 
-class ComposedPolicy final : public Policy, public EditsAuthor, public Verified, public BeforeStep {
+class ComposedPolicy final : public Policy, public EditsAuthor, public Verified, public BeforeStep, public Offloads {
  public:
   explicit ComposedPolicy(Composition parts) : parts_(std::move(parts)) {
     if (parts_.scorer) {
@@ -78,6 +79,8 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   std::string author() const override {
     return parts_.selector ? author_of(*parts_.selector) : parts_.scorer ? author_of(*parts_.scorer) : std::string();
   }
+
+  bool offloads() const override { return parts_.host && !parts_.selector; }
 
   void verify() override {
     for (Verified* part : verified_parts())

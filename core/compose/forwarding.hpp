@@ -7,14 +7,16 @@
 
 #include "plugin/before_step.hpp"
 #include "plugin/edits_author.hpp"
+#include "plugin/offloads.hpp"
 
 namespace kvlab {
 
-class ForwardingPolicy : public Policy, public EditsAuthor, public BeforeStep {
+class ForwardingPolicy : public Policy, public EditsAuthor, public BeforeStep, public Offloads {
  public:
   explicit ForwardingPolicy(std::shared_ptr<Policy> inner) : inner_(std::move(inner)) {}
 
   std::string author() const override { return author_of(*inner_); }
+  bool offloads() const override { return kvlab::offloads(*inner_); }
   Needs needs() const override { return inner_->needs(); }
   Demand demand(int prompt_tokens, int max_new) const override { return inner_->demand(prompt_tokens, max_new); }
   std::vector<CodecSpec> codecs() const override { return inner_->codecs(); }

@@ -19,6 +19,7 @@
 #include "plugin/before_step.hpp"
 #include "plugin/budget_tokens.hpp"
 #include "plugin/edits_author.hpp"
+#include "plugin/offloads.hpp"
 #include "plugin/verified.hpp"
 
 namespace kvlab {
@@ -50,6 +51,7 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   s.all_layers = needs.all_layers();
   s.planned_on_host = needs.planned_on_host();
   s.archive = needs.archive();
+  s.offloads = offloads(policy);
   s.functional = needs.functional();
   s.rebuilds_keys = needs.rebuilds_keys();
   s.spill = o.spill;

@@ -122,11 +122,10 @@ std::int64_t all_frames(const StoreOptions& o) {
 }  // namespace
 
 TEST_CASE("cuda store: a failed pinned allocation at the start is an error with its bytes, after one request") {
-  for (const bool archive : {false, true}) {
-    CAPTURE(archive);
+  for (const auto way : {&StoreOptions::host_pages, &StoreOptions::archive, &StoreOptions::offloads}) {
+    CAPTURE(way == &StoreOptions::archive, way == &StoreOptions::offloads);
     StoreFixture f;
-    f.options.host_pages = !archive;
-    f.options.archive = archive;
+    f.options.*way = true;
     f.options.host_limit = 50 * frame_layout(f.options, {}).bytes + 7;
     const std::int64_t bytes = f.options.host_limit - 7;
     OnDevice memory;
@@ -219,6 +218,32 @@ TEST_CASE("cuda cell: a host_memory that holds no page is refused before the run
   const results::CellResult result = cell.run();
   CHECK(result.summary.status == "oom");
   CHECK_THAT(result.summary.error, Catch::Contains("where host_memory allows 10000"));
+}
+
+// A policy that core composes offloads pages without place edits.
+TEST_CASE("cuda cell: composed policies with pages on the host take the host tier at the start") {
+  for (const char* policy :
+       {"{full: {placement: {tier: host}}}", "{h2o: {budget: {tokens: 32}, placement: {tier: host, resident: 16}}}"}) {
+    CAPTURE(policy);
+    test::CellFixture cell(
+        load_model(*open_model("synthetic/tiny", "", "."), DType::bf16, "synthetic/tiny", Device::cuda),
+        test::policy_of(policy, 8), {Metric::score});
+    cell.experiment.backend = "cuda";
+    cell.add(test::test_text(90, 512, 5), {}, 4);
+    cell.experiment.host_memory = 100;
+    CHECK_THROWS_WITH(check_cell(cell.input()), Catch::Contains("got host_memory of 100 bytes") &&
+                                                    Catch::Contains("a page of 8 tokens of one KV head"));
+    cell.experiment.host_memory = 0;
+    {
+      const NoPinned none(1, 0);
+      const results::CellResult result = cell.run();
+      CHECK(result.summary.status == "failed");
+      CHECK_THAT(result.summary.error, Catch::Contains("got no pinned memory for the pages on the host, wanted "));
+      CHECK(result.samples.empty());
+      CHECK(NoPinned::frames_asked().size() == 1);
+    }
+    CHECK(cell.run().summary.status == "ok");
+  }
 }
 
 namespace {
