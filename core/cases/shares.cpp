@@ -138,6 +138,21 @@ void check_listed(OnCache& x) {
       });
 }
 
+// Slots that no row has keep their numbers.
+void check_lengths_of_rows(OnCache& x) {
+  std::vector<std::uint8_t> leave_out;
+  for (int r = 0; r < x.kv.rows; ++r) leave_out.push_back(static_cast<std::uint8_t>(x.c.rng() % 2));
+  const std::uint8_t* there = x.place.put(leave_out);
+  same_numbers(
+      x, "lengths_of_rows", {x.kv.length.extent[0], x.kv.length.extent[1]},
+      [&](View<std::int32_t, 2> out) { ops::lengths_of_rows(x.there, there, out, x.stream()); },
+      [&](View<std::int32_t, 2> out) {
+        for (int r = 0; r < x.kv.rows; ++r)
+          for (int h = 0; h < x.kv.kv_heads; ++h)
+            out(x.kv.slots[r], h) = leave_out[static_cast<std::size_t>(r)] ? 0 : x.kv.tokens(r, h);
+      });
+}
+
 // Rows of a part of a head's tokens, and of more than it holds.
 void check_abs_sums(OnCache& x) {
   const std::int64_t room = x.c.room(), width = 40;
@@ -165,6 +180,7 @@ std::vector<Case> list() {
           on_caches("shares", "tokens of a share", 36, check_shares),
           on_caches("shares", "lists of tokens of a share", 36, check_top_p),
           on_caches("shares", "listed tokens", 36, check_listed),
+          on_caches("shares", "lengths of rows", 36, check_lengths_of_rows),
           on_caches("shares", "sums of absolute numbers", 36, check_abs_sums)};
 }
 

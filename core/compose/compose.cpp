@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <limits>
+#include <span>
 #include <vector>
 
 #include "base/log.hpp"
@@ -20,6 +22,7 @@
 #include "plugin/budget_tokens.hpp"
 #include "plugin/edits_author.hpp"
 #include "plugin/offloads.hpp"
+#include "plugin/steady_split.hpp"
 #include "plugin/verified.hpp"
 
 namespace kvlab {
@@ -48,6 +51,21 @@ class CountedWorkspace final : public Workspace {
  private:
   Workspace& w_;
   std::size_t bytes_per_slot_ = 0;
+};
+
+// Numbers that lie on the device, always at the same address.
+struct Told {
+  StreamMemory memory;
+  std::vector<std::byte> there;
+
+  template <class T>
+  void put(const std::vector<T>& numbers, Stream s) {
+    const auto bytes = std::as_bytes(std::span(numbers));
+    if (memory && std::equal(bytes.begin(), bytes.end(), there.begin(), there.end())) return;
+    if (!memory) memory = StreamMemory(s, bytes.size());
+    there.assign(bytes.begin(), bytes.end());
+    copy_memory(memory.as<>(), there.data(), there.size(), s);
+  }
 };
 
 class ComposedPolicy final : public Policy, public EditsAuthor, public Verified, public BeforeStep, public Offloads {
@@ -125,7 +143,6 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     shape_ = shape;
     amount_ = amount;
     of_rows_ = {};
-    page_budgets_ = {};
     told_ = false;
     page_bytes_ = page_bytes(shape, codecs().front(), needs());
     CountedWorkspace counted(w);
@@ -137,12 +154,13 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     check_amount();
     warn_of_amount();
     if (parts_.injection && parts_.selector) injector_.emplace(*parts_.injection, shape, w);
-    // A graph can hold decode steps that do the same every time: evictions in all steps or none. before_step gives it
-    // budgets that grow. A split may look at the host's numbers of a step, and so does the room of pages on the device.
-    steady_ = every_ == 1 && amount_.kind != BudgetAmount::unlimited && !parts_.host && !parts_.split &&
-              parts_.scorer && (parts_.scorer->by_age() || parts_.scorer->column() || parts_.scorer->steady_score());
-    scorer_needs_.capturable(scorer_needs_.capturable() && (every_ == 0 || steady_) && !parts_.host);
-    selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) && (constant() || !parts_.host) &&
+    // before_step gives a graph the numbers that change from step to step. Without a selector all pages come and go in
+    // each step (core/GPU.md says why such steps run without a graph).
+    split_ = dynamic_cast<SteadySplit*>(parts_.split.get());
+    const bool evicts = parts_.scorer && every_ > 0 && amount_.kind != BudgetAmount::unlimited;
+    steady_ = evicts && !parts_.host && ranks_steadily(*parts_.scorer) && divides_steadily();
+    scorer_needs_.capturable(scorer_needs_.capturable() && (!evicts || steady_) && !parts_.host);
+    selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) &&
                                (parts_.selector || !parts_.host));
   }
 
@@ -167,8 +185,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
 
   void finish_prompt(const LayerKv& kv, Edits& edits, Stream s) override {
     if (!over_layers_) return;
-    if (kv.layer == 0)
-      over_layers_->divide(kv, amount_.kind == BudgetAmount::bytes ? shape_.page_size : 1, total(kv.position[0]), s);
+    if (kv.layer == 0) over_layers_->divide(kv, unit(), total(kv.position[0]), s);
     View<const std::int32_t, 2> left;
     if (over_layers_->divided() && kv.layer >= dense_layers_) {
       const View<const std::int32_t, 2> keep = over_layers_->keep(kv);
@@ -198,7 +215,11 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
       }
       if (injector_) injector_->replace(step, list, pins, s);
       edits.attend(list, pins);
-      if (parts_.host) edits.place(list, {.pins = pins, .room = room_of(step), .when = {Deadline::this_attention}});
+      if (parts_.host)
+        edits.place(list, {.pins = pins,
+                           .room = constant() ? room_of(step) : 0,
+                           .when = {Deadline::this_attention},
+                           .rooms = constant() ? View<const std::int32_t, 2>{} : of_heads(of_rows_.rooms, step)});
     } else {
       recall_all(step, edits, s);
     }
@@ -232,9 +253,10 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     edits.encode(aged, 1);
   }
 
-  void before_step(std::span<const std::int32_t> position, Stream s) override {
-    tell(position, s);
+  int before_step(std::span<const std::int32_t> position, std::span<const std::int32_t> step, Stream s) override {
+    tell(position, step, s);
     told_ = true;
+    return variant_;
   }
 
   void release(int slot) override {
@@ -245,6 +267,13 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
  private:
   std::array<Verified*, 3> verified_parts() const {
     return {verified(parts_.scorer.get()), verified(parts_.rescorer.get()), verified(parts_.split.get())};
+  }
+
+  static bool ranks_steadily(const Scorer& scorer) {
+    return scorer.by_age() || scorer.column() || scorer.steady_score();
+  }
+  bool divides_steadily() const {
+    return !parts_.split || over_layers_ || (split_ && (split_->steady() || split_->counted()));
   }
 
   // Refuses a budget below the tokens that are always kept: it would not be obeyed. (A ratio grows with the sequence.)
@@ -358,8 +387,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
       ops::allot_uniform(a, s);
     // A budget in bytes pays for whole pages, so a split that ended inside a page would hold more than the budget.
     // (top_tokens keeps the pins in any case.)
-    ops::round_allotment(a.length, kv.upload("keep all", keep_all_.data()),
-                         amount_.kind == BudgetAmount::bytes ? shape_.page_size : 1, keep, s);
+    ops::round_allotment(a.length, kv.upload("keep all", keep_all_.data()), unit(), keep, s);
     if (kv.chunk_queries) rescore(kv, pins_[0], keep, scores, s);
     return keep_best(kv, scores, keep, a.pins, edits, s);
   }
@@ -374,49 +402,134 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     parts_.rescorer->rescore(own, pins, keep, scores, s);
   }
 
-  // The same for a decode step of which nothing on the host depends on the step: a graph may hold it. A head that is
-  // shorter than the budget keeps everything.
+  // The same for a decode step that a graph may hold: before_step has told the numbers of the step. Rows that are not
+  // due keep everything, and cost neither scores nor a division.
   void compress_steadily(const LayerStep& kv, Edits& edits, Stream s) {
     if (kv.layer < dense_layers_) return;
+    if (!told_) tell(of_rows(kv, kv.position), of_rows(kv, kv.step), s);
     // No graph holds a CPU's step, so the host may look.
-    if (s.device() == Device::cpu &&
-        std::all_of(kv.position, kv.position + kv.rows(), [&](std::int32_t n) { return n <= total(n); }))
-      return;
+    if (s.device() == Device::cpu ? !any_due_ : variant_ == 0) return;
     const PartTimer timer(Part::score);
-    if (!told_) tell({kv.position, static_cast<std::size_t>(kv.rows())}, s);
+    const bool divides_by_score = parts_.split && !over_layers_ && !split_->counted(), by_age = parts_.scorer->by_age();
     Surplus surplus;
-    surplus.keep = View<const std::int32_t, 2>::dense(of_rows_.keep.as<std::int32_t>(), {kv.rows(), kv.kv_heads()});
-    surplus.pins = of_rows_.pins.as<Pins>();
-    if (const char* column = parts_.scorer->column()) {
-      surplus.column = kv.state(column).column;
-    } else if (!parts_.scorer->by_age()) {
-      const Scores scores = kv.kv_head_scores("scores");
-      parts_.scorer->score(kv, scores, s);
+    surplus.pins = of_rows_.pins.memory.as<Pins>();
+    Scores scores;
+    LayerKv due = kv;
+    PagedKv pages = kv.pages;
+    if (divides_by_score || !(by_age || parts_.scorer->column())) {
+      if (every_ > 1) leave_out_others(due, pages, s);
+      scores = kv.kv_head_scores("scores");
+      if (by_age)
+        ops::recency(due.pages, scores, s);
+      else
+        parts_.scorer->score(due, scores, s);
       surplus.scores = scores;
+    } else if (!by_age) {
+      surplus.column = kv.state(parts_.scorer->column()).column;
     }
+    surplus.keep = parts_.split ? divided(kv, due, scores, s) : of_heads(of_rows_.keep, kv);
     edits.evict_surplus(surplus);
   }
 
-  // Copies a step's budgets to where graphs read them. Those that never change are copied once.
-  void tell(std::span<const std::int32_t> position, Stream s) {
-    if (parts_.selector && !(constant() && page_budgets_)) {
-      const std::vector<std::int32_t> pages = of_all_rows(position, [&](int n) { return pages_of_budget(n); });
-      budgets_.clear();
-      for (const std::int32_t n : pages) budgets_.insert(budgets_.end(), static_cast<std::size_t>(shape_.kv_heads), n);
-      put(budgets_, page_budgets_, s);
+  // Makes `due` a view of the same layer in which the rows that are not due hold no token. Borrows `pages`.
+  void leave_out_others(LayerKv& due, PagedKv& pages, Stream s) {
+    const auto length = due.scratch<std::int32_t>("tokens of rows that are due", {shape_.max_slots, due.kv_heads()});
+    ops::lengths_of_rows(due.pages, of_rows_.keep_all.memory.as<std::uint8_t>(), length, s);
+    pages.length = due.pages.length = due.host_pages.length = length;
+    due.keys.kv = due.values.kv = &pages;
+  }
+
+  // The tokens that a split lets each head keep, [row, kv_head]. due: as leave_out_others leaves it.
+  View<const std::int32_t, 2> divided(const LayerKv& kv, const LayerKv& due, Scores scores, Stream s) {
+    const auto keep = kv.scratch<std::int32_t>("keep", {kv.rows(), kv.kv_heads()});
+    const View<const std::int32_t, 2> length = head_lengths(kv, s);
+    if (over_layers_) {
+      over_layers_->keep_of_rows(kv, keep, s);
+    } else {
+      Allotment a;
+      a.layer = kv.layer - dense_layers_;
+      a.layers = shape_.layers - dense_layers_;
+      a.scores = scores;
+      a.length = split_->counted() ? length : head_lengths(due, s);
+      a.pins = of_rows_.pins.memory.as<Pins>();
+      a.total = of_rows_.totals.memory.as<std::int32_t>();
+      a.keep = keep;
+      a.kv = &due;
+      a.host_pins = pins_.data();
+      a.host_total = totals_.data();
+      if (split_->counted())
+        ops::allot_tokens(a, of_rows_.layers.memory.as<std::int32_t>() + std::int64_t{a.layer} * shape_.max_slots, s);
+      else
+        parts_.split->allot(a, s);
     }
-    if (steady_ && !(constant() && of_rows_.keep)) {
-      totals_ = of_all_rows(position, [&](int n) { return total(n); });
-      pins_.clear(), budgets_.clear();
-      for (const std::int32_t n : totals_) {
-        pins_.push_back(parts_.scorer->pins(n));
-        const int keep = std::max(n, pins_.back().first + pins_.back().last);
-        const int whole = amount_.kind == BudgetAmount::bytes ? shape_.page_size : 1;
-        budgets_.insert(budgets_.end(), static_cast<std::size_t>(shape_.kv_heads), keep - keep % whole);
+    ops::round_allotment(length, of_rows_.keep_all.memory.as<std::uint8_t>(), unit(), keep, s);
+    return keep;
+  }
+
+  // Tokens that a head keeps come in multiples of these: a budget in bytes pays for whole pages.
+  int unit() const { return amount_.kind == BudgetAmount::bytes ? shape_.page_size : 1; }
+
+  static std::span<const std::int32_t> of_rows(const LayerKv& kv, const std::int32_t* numbers) {
+    return {numbers, static_cast<std::size_t>(kv.rows())};
+  }
+  View<const std::int32_t, 2> of_heads(const Told& numbers, const LayerKv& kv) const {
+    return View<const std::int32_t, 2>::dense(numbers.memory.as<std::int32_t>(), {kv.rows(), kv.kv_heads()});
+  }
+
+  // Copies a step's numbers to where graphs read them. Those that are there already are not copied again.
+  void tell(std::span<const std::int32_t> position, std::span<const std::int32_t> step, Stream s) {
+    if (parts_.selector && !(constant() && of_rows_.pages.memory)) {
+      const auto pages = of_all_rows(position, [&](int n) { return pages_of_budget(n); });
+      of_rows_.pages.put(for_all_heads(pages), s);
+      if (parts_.host && !constant())
+        of_rows_.rooms.put(
+            for_all_heads(of_all_rows(position, [&](int n) { return std::max(resident_pages(), pages_of_budget(n)); })),
+            s);
+    }
+    if (steady_) tell_evictions(position, step, s);
+  }
+
+  void tell_evictions(std::span<const std::int32_t> position, std::span<const std::int32_t> step, Stream s) {
+    const std::size_t rows = position.size();
+    totals_ = of_all_rows(position, [&](int n) { return total(n); });
+    keep_all_.assign(totals_.size(), 1);
+    any_due_ = false;
+    for (std::size_t r = 0; r < rows; ++r) {
+      keep_all_[r] = (step[r] + 1) % every_ != 0 || totals_[r] >= position[r];
+      any_due_ = any_due_ || !keep_all_[r];
+    }
+    // Where each step evicts, short rows are so few that steps without an eviction are no variant of their own.
+    variant_ = every_ == 1 || any_due_ ? 1 : 0;
+    if (variant_ == 0) return;
+    pins_.assign(totals_.size(), {}), budgets_.clear();
+    for (std::size_t r = 0; r < totals_.size(); ++r) {
+      const bool stays = every_ > 1 && keep_all_[r];
+      if (!stays) pins_[r] = parts_.scorer->pins(totals_[r]);
+      const int keep = stays ? unlimited : std::max(totals_[r], pins_[r].first + pins_[r].last);
+      budgets_.push_back(keep - keep % unit());
+    }
+    of_rows_.pins.put(pins_, s);
+    of_rows_.keep_all.put(keep_all_, s);
+    if (!parts_.split) return of_rows_.keep.put(for_all_heads(budgets_), s);
+    for (std::size_t r = 0; r < rows; ++r) totals_[r] = std::min(totals_[r], position[r]);
+    of_rows_.totals.put(totals_, s);
+    if (!split_ || !split_->counted()) return;
+    CountedBudget::Counters c;
+    c.layers = shape_.layers - dense_layers_;
+    budgets_.clear();
+    for (c.layer = 0; c.layer < c.layers; ++c.layer)
+      for (std::size_t r = 0; r < totals_.size(); ++r) {
+        c.total = totals_[r], c.position = r < rows ? position[r] : totals_[r];
+        c.pinned = pins_[r].first + pins_[r].last;
+        budgets_.push_back(keep_all_[r] ? unlimited : split_->tokens(c));
       }
-      put(pins_, of_rows_.pins, s);
-      put(budgets_, of_rows_.keep, s);
-    }
+    of_rows_.layers.put(budgets_, s);
+  }
+
+  std::vector<std::int32_t> for_all_heads(const std::vector<std::int32_t>& of_rows) const {
+    std::vector<std::int32_t> all;
+    for (const std::int32_t n : of_rows) all.insert(all.end(), static_cast<std::size_t>(shape_.kv_heads), n);
+    return all;
   }
 
   // A number for each slot, since other steps may have more rows than this one. All rows of a constant budget have one.
@@ -425,13 +538,6 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     std::vector<std::int32_t> all(static_cast<std::size_t>(shape_.max_slots), of(position.empty() ? 1 : position[0]));
     std::transform(position.begin(), position.end(), all.begin(), of);
     return all;
-  }
-
-  template <class T>
-  static void put(const std::vector<T>& from, StreamMemory& to, Stream s) {
-    const std::size_t bytes = from.size() * sizeof(T);
-    if (!to) to = StreamMemory(s, bytes);
-    copy_memory(to.as<>(), from.data(), bytes, s);
   }
 
   static View<const std::int32_t, 2> head_lengths(const LayerKv& kv, Stream s) {
@@ -450,8 +556,8 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
 
   View<const std::int32_t, 2> page_budgets(const LayerStep& step, Stream s) {
     if (step.rows() == 0) return {};
-    if (!told_) tell({step.position, static_cast<std::size_t>(step.rows())}, s);
-    return View<const std::int32_t, 2>::dense(page_budgets_.as<std::int32_t>(), {step.rows(), step.kv_heads()});
+    if (!told_) tell(of_rows(step, step.position), of_rows(step, step.step), s);
+    return of_heads(of_rows_.pages, step);
   }
 
   // All pages but the newest go to the host; those of the newest resident_tokens also stay on the device. left: tokens
@@ -494,12 +600,17 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   Needs scorer_needs_, selector_needs_;
   int every_ = 0, dense_layers_ = 0;
   bool ages_ = false;    // appended tokens are exact, and pages of older ones have the codec
-  bool steady_ = false;  // each decode step evicts down to the budget
-  bool told_ = false;    // the engine tells of each step
+  SteadySplit* split_ = nullptr;  // what the split promises; null = nothing
+  bool steady_ = false;           // decode steps evict, and a graph may hold them
+  bool told_ = false;             // the engine tells of each step
+  bool any_due_ = false;          // a row of the step evicts
+  int variant_ = 0;               // 1 = of a step that evicts
+  // Numbers of a step's rows, memory of the device.
   struct {
-    StreamMemory pins, keep;  // [row], [row, kv_head]: what evictions of each step leave
+    Told pages, rooms;  // [row, kv_head] pages to attend to, and that may be on the device
+    Told pins, keep;    // [row], [row, kv_head]: what evictions leave
+    Told totals, keep_all, layers;  // [row], [row], [layer, row]: of a split
   } of_rows_;
-  StreamMemory page_budgets_;  // [row, kv_head] pages
   Shape shape_;
   BudgetAmount amount_, for_pages_;  // the experiment's; the same less the state of scorer and selector
   std::int64_t page_bytes_ = 0;

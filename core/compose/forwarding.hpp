@@ -29,8 +29,9 @@ class ForwardingPolicy : public Policy, public EditsAuthor, public BeforeStep, p
   void select(const LayerStep& step, Edits& edits, Stream s) override { inner_->select(step, edits, s); }
   void observe(const LayerStep& step, Edits& edits, Stream s) override { inner_->observe(step, edits, s); }
   void finish_step(const Step& step, Edits& edits, Stream s) override { inner_->finish_step(step, edits, s); }
-  void before_step(std::span<const std::int32_t> position, Stream s) override {
-    if (auto* p = dynamic_cast<BeforeStep*>(inner_.get())) p->before_step(position, s);
+  int before_step(std::span<const std::int32_t> position, std::span<const std::int32_t> step, Stream s) override {
+    auto* told = dynamic_cast<BeforeStep*>(inner_.get());
+    return told ? told->before_step(position, step, s) : 0;
   }
   void release(int slot) override { inner_->release(slot); }
 

@@ -14,6 +14,7 @@
 #include "base/stop.hpp"
 #include "base/threads.hpp"
 #include "engine/store_options.hpp"
+#include "exec/step_variants.hpp"
 #include "model/token_kinds.hpp"
 #include "ops/select/chosen_pages.hpp"
 #include "plugin/before_step.hpp"
@@ -414,7 +415,9 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
     for (const int slot : slots) host_steps_[static_cast<std::size_t>(slot)] = store_->steps(slot);
     copy_memory(device_steps_.as<>(), host_steps_.data(), device_steps_.bytes(), stream_);
   }
-  if (auto* told = dynamic_cast<BeforeStep*>(policy_.get())) told->before_step(position_, stream_);
+  auto* told = dynamic_cast<BeforeStep*>(policy_.get());
+  const int variant = told ? told->before_step(position_, step_, stream_) : 0;
+  if (auto* variants = dynamic_cast<StepVariants*>(executor_.get())) variants->variant_of_step(variant);
   const Fit fit = authored(*policy_, [&] { return executor_->decode(slots, tokens, *this, out); });
   store_->workspace().reset();
   for (std::size_t r = 0; r < slots.size(); ++r) {

@@ -6,18 +6,20 @@
 // Tokens, text positions and slots lie in device memory, and the store's kernels take frames without the host.
 #pragma once
 #include <map>
+#include <tuple>
 
 #include "base/cuda_graph.hpp"
 #include "base/cuda_stopwatch.hpp"
 #include "base/stream_memory.hpp"
 #include "exec/executor.hpp"
+#include "exec/step_variants.hpp"
 #include "model/cuda_model.hpp"
 #include "ops/linear/linear.hpp"
 #include "store/cuda_store.hpp"
 
 namespace kvlab {
 
-class CudaExecutor final : public Executor {
+class CudaExecutor final : public Executor, public StepVariants {
  public:
   // Throws Errc::unsupported for a model without weights on the device.
   CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store, bool batch_invariant = false);
@@ -27,6 +29,7 @@ class CudaExecutor final : public Executor {
   void queries_ahead(int layer, std::int64_t rows, float* out) override;
   std::int64_t replays() const override { return replayed_; }
   double device_ms() const override { return watch_.ms(); }
+  void variant_of_step(int number) override { variant_ = number; }
 
  protected:
   void begin(std::span<const int> tokens, const std::vector<std::int32_t>& position, Phase phase) override;
@@ -64,7 +67,7 @@ class CudaExecutor final : public Executor {
   State state() const;
   void note_prompt(const View<float, 2>& logits);  // for nonfinite_rows, after the last layer
   Replay& replay_of(const std::vector<std::int32_t>& slots) {
-    return replays_[{slots.size(), store_.any_spills(slots)}];
+    return replays_[{slots.size(), store_.any_spills(slots), variant_}];
   }
   bool replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out);
   void make_room(Replay& r, const std::vector<std::int32_t>& slots) const;
@@ -139,7 +142,9 @@ class CudaExecutor final : public Executor {
   StreamMemory copy_, copy_table_;     // pages and table of one layer's copy, for prompts
   PageLayout copy_layout_;
   std::int64_t grown_ = 0;                                  // times that room() moved one of these buffers
-  std::map<std::pair<std::size_t, bool>, Replay> replays_;  // by number of rows, and whether one of them spills
+  // By the number of rows, whether one of them spills, and the variant of the step.
+  std::map<std::tuple<std::size_t, bool, int>, Replay> replays_;
+  int variant_ = 0;  // of the step
   std::int64_t replayed_ = 0;
   CudaStopwatch watch_;
 };

@@ -11,8 +11,10 @@ namespace kvlab {
 class BeforeStep {
  public:
   virtual ~BeforeStep() = default;
-  // position: as LayerKv::position in the step's callbacks, [row] host memory. What it copies is in the stream's order.
-  virtual void before_step(std::span<const std::int32_t> position, Stream s) = 0;
+  // position, step: as in LayerKv in the step's callbacks, [row] host memory. What it copies is in the stream's order.
+  // Returns the step's variant. Steps of one variant and as many rows give the stream the same work. So a graph holds
+  // one of them.
+  virtual int before_step(std::span<const std::int32_t> position, std::span<const std::int32_t> step, Stream s) = 0;
 };
 
 }  // namespace kvlab

@@ -19,6 +19,7 @@
 #include "plugin/callback.hpp"
 #include "plugin/edits_author.hpp"
 #include "plugin/loader.hpp"
+#include "plugin/steady_split.hpp"
 #include "plugin/verified.hpp"
 
 namespace kvlab {
@@ -170,9 +171,14 @@ class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Ver
   Note note_;
 };
 
-class GuardedBudget final : public Guard<Budget>, public Verified {
+class GuardedBudget final : public Guard<Budget>, public Verified, public SteadySplit {
  public:
   using Guard::Guard;
+  bool steady() const override { return dynamic_cast<const SteadyBudget*>(object_.get()); }
+  bool counted() const override { return dynamic_cast<const CountedBudget*>(object_.get()); }
+  int tokens(const CountedBudget::Counters& c) const override {
+    return at_least_0("tokens", ask("tokens", [&](Budget& b) { return dynamic_cast<CountedBudget&>(b).tokens(c); }));
+  }
   bool uniform_heads() const override {
     return ask("uniform_heads", [](Budget& b) { return b.uniform_heads(); });
   }
@@ -187,6 +193,7 @@ class GuardedBudget final : public Guard<Budget>, public Verified {
   }
   void load_profile(const Profile& profile) override { load(profile); }
   void attach(const Shape& shape) override {
+    slots_ = static_cast<std::size_t>(shape.max_slots);
     ask("attach", [&](Budget& b) { b.attach(shape); });
   }
   void measure(const LayerKv& kv, Scores scores, Pins pins, View<float, 3> out, Stream s) override {
@@ -214,8 +221,9 @@ class GuardedBudget final : public Guard<Budget>, public Verified {
   }
   void allot(const Allotment& a, Stream stream) override {
     ask("allot", [&](Budget& b) { b.allot(a, stream); });
-    const auto bytes = static_cast<std::size_t>(a.keep.extent[0]) * sizeof(std::int64_t);
-    if (bytes == 0) return;
+    // A graph of fewer rows writes there, too.
+    const auto bytes = std::max(slots_, static_cast<std::size_t>(a.keep.extent[0])) * sizeof(std::int64_t);
+    if (a.keep.extent[0] == 0) return;
     if (a.layer == 0 && kept_.bytes() < bytes) kept_ = StreamMemory(stream, bytes);
     ops::find_keep(a, kept_.as<std::int64_t>(), note_.on(stream, !a.kv->chunk_queries), stream);
   }
@@ -238,6 +246,7 @@ class GuardedBudget final : public Guard<Budget>, public Verified {
   }
 
   Note note_;
+  std::size_t slots_ = 0;
   StreamMemory kept_;  // i64 [row]: sum of tokens to keep over the layers so far
 };
 

@@ -1,8 +1,8 @@
 // AdaKV: the heads of a layer share one budget. The best scores of all heads give each head's count. Feng et al. 2024.
 #include <kvlab/plugin.hpp>
+#include <kvlab/steady_budget.hpp>
 
 #include <cmath>
-#include <vector>
 
 namespace {
 
@@ -21,7 +21,7 @@ struct Choices<Floor> {
 
 namespace {
 
-class AdaKv final : public kvlab::Budget {
+class AdaKv final : public kvlab::SteadyBudget {
  public:
   explicit AdaKv(const kvlab::Params& p)
       : floor_(p.get<double>("floor")),
@@ -37,12 +37,11 @@ class AdaKv final : public kvlab::Budget {
   // Each head's best tokens outrank every other's. They stay in any case, so their order among them is no matter.
   void protect(const kvlab::Allotment& a, kvlab::Stream s) const {
     const kvlab::LayerKv& kv = *a.kv;
-    std::vector<std::int32_t> safe;
-    for (int row = 0; row < kv.rows(); ++row)
-      safe.insert(safe.end(), static_cast<std::size_t>(kv.kv_heads()),
-                  static_cast<std::int32_t>(std::trunc(a.host_total[row] * floor_)));
+    const kvlab::View<const std::int32_t, 2> total{a.total, {kv.rows(), kv.kv_heads()}, {1, 0}};
+    const auto safe = kv.scratch<std::int32_t>("safe tokens", {kv.rows(), kv.kv_heads()});
+    kvlab::ops::share_of_keep(total, 0, floor_, safe, s);
     const auto best = kv.list<kvlab::TokenList>("best of each head", kv.max_length);
-    kvlab::ops::top_tokens(kv.pages, a.scores, kv.upload_heads("safe tokens", safe.data()), a.pins, best, s);
+    kvlab::ops::top_tokens(kv.pages, a.scores, safe, a.pins, best, s);
     kvlab::ops::set_listed(best, INFINITY, a.scores, s);
   }
 

@@ -3,6 +3,7 @@
 #include <kvlab/page_order.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/tier_demand.hpp>
+#include <kvlab/turns.hpp>
 
 #include <algorithm>
 #include <limits>
@@ -40,6 +41,7 @@ class FlexiCache final : public kvlab::Policy {
         reuses_(p.get<bool>("frame_reuse")),
         overlaps_(p.get<bool>("overlap")),
         pauses_(overlaps_ && p.get<bool>("pause")),
+        staggers_(p.get<bool>("stagger")),
         by_prompt_(p.get<FirstQuery>("first_query") == FirstQuery::prompt),
         pins_{.last = p.get<bool>("keep_new") ? p.get<int>("rerank_every") : 0, .newest_page = true} {
     choice_.rule = p.get<kvlab::GroupRule>("group");
@@ -83,12 +85,14 @@ class FlexiCache final : public kvlab::Policy {
     capturable_ = budget.kind == kvlab::BudgetAmount::tokens;
     chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
     if (by_prompt_) order_ = kvlab::KeptPageOrder("scores of the prompt's end", shape, w);
+    if (staggers_) turns_ = kvlab::Turns("turns", shape, period_, w);
     if (unstable_heads_) unstable_ = kvlab::HeadClass("unstable heads", shape, marks_, w);
   }
 
   // Stable heads take their first pages by the prompt's last query. All their full pages are written down here. With
   // first_query: step both happen in the first decode step, before its attention; not in that of a later turn.
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (staggers_ && kv.layer == 0 && kv.last[0]) turns_.begin(kv, s);
     if (kv.layer < dense_ || !kv.last[0] || (!by_prompt_ && kv.step[0] == 0)) return;
     const kvlab::Scores scores = choose(kv, kv.last_queries(), {}, s);
     if (by_prompt_) kvlab::ops::keep_page_scores(kv.pages, scores, {}, {}, order_.of(kv), s);
@@ -96,6 +100,8 @@ class FlexiCache final : public kvlab::Policy {
   }
 
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    // A first step that makes the first choice is due in any case.
+    if (staggers_ && step.layer == 0) turns_.take(step, !by_prompt_ && !overlaps_, s);
     if (step.layer < dense_) return;
     const Heads now = overlaps_ || !reranks_ ? first(step) : due(step);
     const bool places = !overlaps_ || !by_prompt_;
@@ -120,7 +126,9 @@ class FlexiCache final : public kvlab::Policy {
     return Heads::every(kv.steps, by_prompt_ ? 0 : std::numeric_limits<int>::max());
   }
 
-  Heads due(const kvlab::LayerKv& kv) const { return Heads::every(kv.steps, reranks_ ? period_ : 0); }
+  Heads due(const kvlab::LayerKv& kv) const {
+    return Heads::every(staggers_ ? turns_.steps() : kv.steps, reranks_ ? period_ : 0);
+  }
 
   kvlab::Scores choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads, kvlab::Stream s) {
     return kvlab::ops::choose_pages(kv, queries, choice_.among(heads), pins_.last, chosen_.of(kv), s);
@@ -136,12 +144,13 @@ class FlexiCache final : public kvlab::Policy {
 
   int dense_, bits_, period_, page_ = 1;
   kvlab::TierDemand tiers_;
-  bool reranks_, unstable_heads_, reuses_, overlaps_, pauses_, by_prompt_, capturable_ = true;
+  bool reranks_, unstable_heads_, reuses_, overlaps_, pauses_, staggers_, by_prompt_, capturable_ = true;
   kvlab::Pins pins_;
   kvlab::PageChoice choice_;
   std::vector<std::uint8_t> marks_;  // [layer, kv_head]
   kvlab::KeptPages chosen_;
   kvlab::KeptPageOrder order_;  // in which pages leave when device memory runs short
+  kvlab::Turns turns_;
   kvlab::HeadClass unstable_;
 };
 
@@ -150,6 +159,9 @@ class FlexiCache final : public kvlab::Policy {
 KVLAB_PLUGIN(
     kvlab::policy<FlexiCache>("flexicache", "stable heads on the host but for their best pages (preprint 2025)")
         .param("rerank_every", 16, 1, kvlab::any, "decode steps after which a stable head chooses anew")
+        .param("stagger", true,
+               "sequences that begin together choose anew in different steps, by their numbers; false: all of them every "
+               "rerank_every steps after their prompts")
         .param("keep_new", true, "pages of the last rerank_every tokens are attended to; false: the newest page alone")
         .param("group", kvlab::GroupRule::max, "how a GQA group's page scores become one")
         .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")

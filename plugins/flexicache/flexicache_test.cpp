@@ -163,3 +163,95 @@ TEST_CASE("flexicache: components") {
       }
     }
 }
+
+namespace {
+
+// The pages of the prompt's older part that the heads of a layer read in each step, for sequences in one batch.
+class Batch final : public EngineObserver {
+ public:
+  using Reads = std::vector<std::vector<std::set<int>>>;  // [step][layer and head]
+
+  explicit Batch(std::vector<std::uint32_t> sequences) : engine_(model(), policy(), options()) {
+    engine_.observe(this);
+    for (const std::uint32_t number : sequences) slots_.push_back(engine_.open(number));
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      const std::vector<int> text = text_of(sequences[i], 0, prompt);
+      REQUIRE(engine_.prefill(slots_[i], text, true, {}) == Fit::ok);
+    }
+    reads_.resize(slots_.size());
+    for (int step = 0; step < steps; ++step) {
+      for (Reads& of : reads_) of.emplace_back();
+      std::vector<int> tokens;
+      for (const std::uint32_t number : sequences) tokens.push_back(text_of(number, prompt + step, 1)[0]);
+      REQUIRE(engine_.step(slots_, tokens, {}) == Fit::ok);
+    }
+  }
+  void attended(const DecodeLayer& l, const Store&) override {
+    for (std::size_t row = 0; row < slots_.size(); ++row)
+      for (int head = 0; head < model()->config.kv_heads; ++head) {
+        std::set<int>& pages = reads_[row].back().emplace_back();
+        const PageList& list = *l.read.pages;
+        const auto r = static_cast<std::int64_t>(row);
+        for (int i = 0; i < list.count(r, head); ++i)
+          if (list.index(r, head, i) < (prompt - period) / page) pages.insert(list.index(r, head, i));
+      }
+  }
+  const Reads& of_row(std::size_t row) const { return reads_[row]; }
+
+ private:
+  static const std::shared_ptr<const Model>& model() {
+    static const std::shared_ptr<const Model> recall = load_model(*open_model("bundled/recall", "", ""), DType::f32, "recall");
+    return recall;
+  }
+  static std::shared_ptr<Policy> policy() {
+    static Registry registry;
+    PolicySpec spec;
+    spec.name = "flexicache";
+    spec.policy = PluginUse{
+        Role::policy, spec.name,
+        resolve(registry.require(Role::policy, spec.name),
+                {{"rerank_every", std::int64_t{period}}, {"unstable_heads", false}})};
+    return build_policy(spec, RegistryCatalog(registry));
+  }
+  static EngineOptions options() {
+    EngineOptions o;
+    o.slots = 4;
+    o.budget = {BudgetAmount::tokens, static_cast<double>(most_tokens)};
+    o.max_tokens = prompt + steps;
+    o.page_size = page;
+    return o;
+  }
+  // Sequences have different parts of a text.
+  static std::vector<int> text_of(std::uint32_t sequence, int first, int count) {
+    static const std::vector<int> all = [] {
+      std::ifstream in(golden("text/english.txt"), std::ios::binary);
+      return model()->tokenizer->encode({std::istreambuf_iterator<char>(in), {}}, false, false);
+    }();
+    const auto at = all.begin() + static_cast<std::ptrdiff_t>(sequence) * 97 + first;
+    return {at, at + count};
+  }
+
+  Engine engine_;
+  std::vector<std::int32_t> slots_;
+  std::vector<Reads> reads_;
+};
+
+}  // namespace
+
+TEST_CASE("flexicache: sequences that begin together choose in different steps, the same in any batch") {
+  const std::vector<std::uint32_t> sequences{0, 1, 2, 7};
+  const Batch together(sequences);
+  for (std::size_t i = 0; i < sequences.size(); ++i) {
+    CAPTURE(sequences[i]);
+    const Batch alone({sequences[i]});
+    CHECK(alone.of_row(0) == together.of_row(i));
+    // The step after a choice reads it.
+    int changes = 0;
+    for (int step = 1; step < steps; ++step)
+      if (alone.of_row(0)[static_cast<std::size_t>(step)] != alone.of_row(0)[static_cast<std::size_t>(step) - 1]) {
+        ++changes;
+        CHECK((step - 1 + static_cast<int>(sequences[i])) % period == 0);
+      }
+    CHECK(changes > 0);
+  }
+}

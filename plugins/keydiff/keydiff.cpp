@@ -8,6 +8,7 @@ class KeyDiff final : public kvlab::Scorer {
   explicit KeyDiff(const kvlab::Params& p) : every_(p.get<int>("every")) {}
 
   kvlab::Needs needs() const override { return kvlab::Needs{}.capturable(true); }
+  bool steady_score() const override { return true; }
   int every() const override { return every_; }
 
   void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {

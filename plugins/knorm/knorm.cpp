@@ -10,6 +10,7 @@ class Knorm final : public kvlab::Scorer {
 
   kvlab::Needs needs() const override { return kvlab::Needs{}.dense_layers(dense_).capturable(true); }
   kvlab::Pins pins(int tokens) const override { return {.last = std::min(recent_, tokens)}; }
+  bool steady_score() const override { return true; }
   int every() const override { return every_; }
 
   void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {

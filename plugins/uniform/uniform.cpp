@@ -1,9 +1,10 @@
 // The same number of tokens for every layer and head. A policy without a split gets this one.
 #include <kvlab/plugin.hpp>
+#include <kvlab/steady_budget.hpp>
 
 namespace {
 
-struct Uniform final : kvlab::Budget {
+struct Uniform final : kvlab::SteadyBudget {
   bool uniform_heads() const override { return true; }
   void allot(const kvlab::Allotment& a, kvlab::Stream s) override { kvlab::ops::allot_uniform(a, s); }
 };

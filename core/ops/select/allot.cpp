@@ -164,6 +164,12 @@ void numbers_of_rows(View<const std::int32_t, 2> of_slots, const std::int32_t* s
     for (std::int64_t h = 0; h < out.extent[1]; ++h) out(r, h) = of_slots(slots[r], h);
 }
 
+void lengths_of_rows(const PagedKv& kv, const std::uint8_t* leave_out, View<std::int32_t, 2> out, Stream s) {
+  if (s.device() == Device::cuda) return on_cuda<lengths_of_rows>(kv, leave_out, out, s);
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) out(kv.slots[r], h) = leave_out[r] ? 0 : kv.tokens(r, h);
+}
+
 void fill_heads(View<std::int32_t, 2> out, std::int32_t value, Stream s) {
   if (s.device() == Device::cuda) return on_cuda<fill_heads>(out, value, s);
   for (std::int64_t r = 0; r < out.extent[0]; ++r)

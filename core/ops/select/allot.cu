@@ -194,6 +194,22 @@ static void share_of_keep_cuda(View<const std::int32_t, 2> keep, int pinned, dou
 }
 KVLAB_ON_CUDA(share_of_keep, share_of_keep_cuda);
 
+static __global__ void lengths_kernel(View<const std::int32_t, 2> length, const std::int32_t* slots,
+                                      const std::uint8_t* leave_out, int rows, int heads, View<std::int32_t, 2> out) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x, row = i / heads, head = i % heads;
+  if (row < rows) out(slots[row], head) = leave_out[row] ? 0 : length(slots[row], head);
+}
+
+static void lengths_of_rows_cuda(const PagedKv& kv, const std::uint8_t* leave_out, View<std::int32_t, 2> out,
+                                 Stream s) {
+  const int entries = kv.rows * kv.kv_heads;
+  if (entries <= 0) return;
+  lengths_kernel<<<static_cast<unsigned>((entries + 127) / 128), 128, 0, stream_of(s)>>>(kv.length, kv.slots, leave_out,
+                                                                                         kv.rows, kv.kv_heads, out);
+  check_launch("lengths_of_rows");
+}
+KVLAB_ON_CUDA(lengths_of_rows, lengths_of_rows_cuda);
+
 static void fill_heads_cuda(View<std::int32_t, 2> out, std::int32_t value, Stream s) {
   const auto entries = out.extent[0] * out.extent[1];
   if (entries <= 0) return;

@@ -15,6 +15,10 @@ void round_allotment(View<const std::int32_t, 2> length, const std::uint8_t* kee
 void numbers_of_rows(View<const std::int32_t, 2> of_slots, const std::int32_t* slots, View<std::int32_t, 2> out,
                      Stream s);
 
+// out(slot, head) = the tokens of the cache's head, or 0 where leave_out[row] is not 0, for the slots of kv's rows. As
+// PagedKv::length it makes ops skip the other rows: a mask for every op that a callback calls.
+void lengths_of_rows(const PagedKv& kv, const std::uint8_t* leave_out, View<std::int32_t, 2> out, Stream s);
+
 // out(row, head) = value.
 void fill_heads(View<std::int32_t, 2> out, std::int32_t value, Stream s);
 
