@@ -166,6 +166,8 @@ TEST_CASE("flexicache: components") {
 
 namespace {
 
+constexpr int given = prompt;  // the observer has a function of that name
+
 // The pages of the prompt's older part that the heads of a layer read in each step, for sequences in one batch.
 class Batch final : public EngineObserver {
  public:
@@ -175,14 +177,14 @@ class Batch final : public EngineObserver {
     engine_.observe(this);
     for (const std::uint32_t number : sequences) slots_.push_back(engine_.open(number));
     for (std::size_t i = 0; i < slots_.size(); ++i) {
-      const std::vector<int> text = text_of(sequences[i], 0, prompt);
+      const std::vector<int> text = text_of(sequences[i], 0, given);
       REQUIRE(engine_.prefill(slots_[i], text, true, {}) == Fit::ok);
     }
     reads_.resize(slots_.size());
     for (int step = 0; step < steps; ++step) {
       for (Reads& of : reads_) of.emplace_back();
       std::vector<int> tokens;
-      for (const std::uint32_t number : sequences) tokens.push_back(text_of(number, prompt + step, 1)[0]);
+      for (const std::uint32_t number : sequences) tokens.push_back(text_of(number, given + step, 1)[0]);
       REQUIRE(engine_.step(slots_, tokens, {}) == Fit::ok);
     }
   }
@@ -193,7 +195,7 @@ class Batch final : public EngineObserver {
         const PageList& list = *l.read.pages;
         const auto r = static_cast<std::int64_t>(row);
         for (int i = 0; i < list.count(r, head); ++i)
-          if (list.index(r, head, i) < (prompt - period) / page) pages.insert(list.index(r, head, i));
+          if (list.index(r, head, i) < (given - period) / page) pages.insert(list.index(r, head, i));
       }
   }
   const Reads& of_row(std::size_t row) const { return reads_[row]; }
@@ -217,7 +219,7 @@ class Batch final : public EngineObserver {
     EngineOptions o;
     o.slots = 4;
     o.budget = {BudgetAmount::tokens, static_cast<double>(most_tokens)};
-    o.max_tokens = prompt + steps;
+    o.max_tokens = given + steps;
     o.page_size = page;
     return o;
   }
@@ -225,7 +227,8 @@ class Batch final : public EngineObserver {
   static std::vector<int> text_of(std::uint32_t sequence, int first, int count) {
     static const std::vector<int> all = [] {
       std::ifstream in(golden("text/english.txt"), std::ios::binary);
-      return model()->tokenizer->encode({std::istreambuf_iterator<char>(in), {}}, false, false);
+      const std::string text{std::istreambuf_iterator<char>(in), {}};
+      return model()->tokenizer->encode(text, false, false);
     }();
     const auto at = all.begin() + static_cast<std::ptrdiff_t>(sequence) * 97 + first;
     return {at, at + count};
