@@ -253,8 +253,11 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     edits.encode(aged, 1);
   }
 
-  int before_step(std::span<const std::int32_t> position, std::span<const std::int32_t> step, Stream s) override {
-    tell(position, step, s);
+  int before_step(const StepCounters& c) override {
+    tell_before_step(parts_.scorer.get(), c);
+    tell_before_step(parts_.selector.get(), c);
+    const auto rows = static_cast<std::size_t>(c.rows);
+    tell({c.position, rows}, {c.step, rows}, c.stream);
     told_ = true;
     return variant_;
   }

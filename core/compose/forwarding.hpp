@@ -29,10 +29,7 @@ class ForwardingPolicy : public Policy, public EditsAuthor, public BeforeStep, p
   void select(const LayerStep& step, Edits& edits, Stream s) override { inner_->select(step, edits, s); }
   void observe(const LayerStep& step, Edits& edits, Stream s) override { inner_->observe(step, edits, s); }
   void finish_step(const Step& step, Edits& edits, Stream s) override { inner_->finish_step(step, edits, s); }
-  int before_step(std::span<const std::int32_t> position, std::span<const std::int32_t> step, Stream s) override {
-    auto* told = dynamic_cast<BeforeStep*>(inner_.get());
-    return told ? told->before_step(position, step, s) : 0;
-  }
+  int before_step(const StepCounters& c) override { return tell_before_step(inner_.get(), c); }
   void release(int slot) override { inner_->release(slot); }
 
  protected:

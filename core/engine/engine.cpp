@@ -415,8 +415,13 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
     for (const int slot : slots) host_steps_[static_cast<std::size_t>(slot)] = store_->steps(slot);
     copy_memory(device_steps_.as<>(), host_steps_.data(), device_steps_.bytes(), stream_);
   }
-  auto* told = dynamic_cast<BeforeStep*>(policy_.get());
-  const int variant = told ? told->before_step(position_, step_, stream_) : 0;
+  const int variant = tell_before_step(policy_.get(), {.rows = static_cast<int>(slots.size()),
+                                                       .slots = slots.data(),
+                                                       .position = position_.data(),
+                                                       .step = step_.data(),
+                                                       .budget = budget_.data(),
+                                                       .sequence = sequence_.data(),
+                                                       .stream = stream_});
   if (auto* variants = dynamic_cast<StepVariants*>(executor_.get())) variants->variant_of_step(variant);
   const Fit fit = authored(*policy_, [&] { return executor_->decode(slots, tokens, *this, out); });
   store_->workspace().reset();

@@ -1,20 +1,23 @@
-// Tells a policy of core's own of a decode step before it begins. A graph that replays the step runs no callback, so
+// Tells a policy, or a role of it, of a decode step before it begins. A graph that replays the step runs no callback, so
 // numbers that follow the text's length must lie on the device by then.
 #pragma once
-#include <kvlab/stream.hpp>
-
-#include <cstdint>
-#include <span>
+#include <kvlab/step_numbers.hpp>
 
 namespace kvlab {
 
 class BeforeStep {
  public:
   virtual ~BeforeStep() = default;
-  // position, step: as in LayerKv in the step's callbacks, [row] host memory. What it copies is in the stream's order.
   // Returns the step's variant. Steps of one variant and as many rows give the stream the same work. So a graph holds
   // one of them.
-  virtual int before_step(std::span<const std::int32_t> position, std::span<const std::int32_t> step, Stream s) = 0;
+  virtual int before_step(const StepCounters& c) = 0;
 };
+
+// The same of an object that may be none.
+template <class Interface>
+int tell_before_step(Interface* object, const StepCounters& c) {
+  auto* told = dynamic_cast<BeforeStep*>(object);
+  return told ? told->before_step(c) : 0;
+}
 
 }  // namespace kvlab

@@ -16,6 +16,7 @@
 #include "base/stream_memory.hpp"
 #include "base/text.hpp"
 #include "ops/score/verify.hpp"
+#include "plugin/before_step.hpp"
 #include "plugin/callback.hpp"
 #include "plugin/edits_author.hpp"
 #include "plugin/loader.hpp"
@@ -78,6 +79,14 @@ class Guard : public Interface {
     return score;
   }
 
+  // Tells the object of a decode step that begins, if it asks for that.
+  int prepare(const StepCounters& c) const {
+    ask("prepare_step", [&](Interface& object) {
+      if (auto* prepares = dynamic_cast<PreparesSteps*>(&object)) prepares->prepare_step(c);
+    });
+    return 0;
+  }
+
   Callee who_;
   Instance<Interface> object_;
 };
@@ -115,9 +124,10 @@ class Note {
   bool repeats_ = false;
 };
 
-class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Verified {
+class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Verified, public BeforeStep {
  public:
   using Guard::Guard;
+  int before_step(const StepCounters& c) override { return prepare(c); }
   std::string author() const override { return who_.where("score"); }
   Needs needs() const override {
     return checked(ask("needs", [](Scorer& s) { return s.needs(); }));
@@ -250,9 +260,10 @@ class GuardedBudget final : public Guard<Budget>, public Verified, public Steady
   StreamMemory kept_;  // i64 [row]: sum of tokens to keep over the layers so far
 };
 
-class GuardedSelector final : public Guard<Selector>, public EditsAuthor {
+class GuardedSelector final : public Guard<Selector>, public EditsAuthor, public BeforeStep {
  public:
   using Guard::Guard;
+  int before_step(const StepCounters& c) override { return prepare(c); }
   std::string author() const override { return who_.where("select"); }
   Needs needs() const override {
     return checked(ask("needs", [](Selector& s) { return s.needs(); }));
@@ -289,9 +300,10 @@ class GuardedCodec final : public Guard<Codec> {
   }
 };
 
-class GuardedPolicy final : public Guard<Policy>, public EditsAuthor {
+class GuardedPolicy final : public Guard<Policy>, public EditsAuthor, public BeforeStep {
  public:
   using Guard::Guard;
+  int before_step(const StepCounters& c) override { return prepare(c); }
   std::string author() const override { return who_.where(latest_); }
   Needs needs() const override {
     return checked(ask("needs", [](Policy& p) { return p.needs(); }));

@@ -1,13 +1,14 @@
 // ArkVale: a step fetches the best pages that are not on the device and attends to all that are there. The lowest of
 // these leave. Chen et al., NeurIPS 2024.
 #include <kvlab/plugin.hpp>
+#include <kvlab/step_numbers.hpp>
 #include <kvlab/tier_demand.hpp>
 
 #include <algorithm>
 
 namespace {
 
-class ArkVale final : public kvlab::Policy {
+class ArkVale final : public kvlab::Policy, public kvlab::PreparesSteps {
  public:
   explicit ArkVale(const kvlab::Params& p)
       : pins_{.first = p.get<int>("sinks"), .last = p.get<int>("window")},
@@ -23,7 +24,7 @@ class ArkVale final : public kvlab::Policy {
   }
 
   kvlab::Needs needs() const override {
-    return kvlab::Needs{}.page_summary(summary_, bits_).dense_layers(dense_).host_pages(true).capturable(capturable_);
+    return kvlab::Needs{}.page_summary(summary_, bits_).dense_layers(dense_).host_pages(true).capturable(true);
   }
 
   // A step may open a page before its lowest one leaves.
@@ -35,13 +36,19 @@ class ArkVale final : public kvlab::Policy {
     });
   }
 
-  void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace&) override {
+  void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace& w) override {
     page_ = shape.page_size;
     tiers_ = kvlab::TierDemand(shape, budget, std::min(1., static_cast<double>(dense_) / shape.layers));
     const int p = shape.page_size, window = (pins_.last + p - 2) / p + 1;  // most pages that the newest tokens lie in
     pinned_ = ((pins_.first + p - 1) / p + window) * p;
     budget.require(pinned_ + p, "the pages of sinks and window, and one more");
-    capturable_ = budget.kind == kvlab::BudgetAmount::tokens;
+    best_ = {"pages to bring", shape, budget, w};
+    room_ = {"room", shape, budget, w};
+  }
+
+  void prepare_step(const kvlab::StepCounters& c) override {
+    best_.prepare(c, [this](int tokens) { return best_of_step(tokens); });
+    room_.prepare(c, [](int tokens) { return tokens; });
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
@@ -52,7 +59,7 @@ class ArkVale final : public kvlab::Policy {
 
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
     if (step.layer < dense_) return;
-    const auto top = [this](int tokens) { return std::min({top_, tokens / 2, tokens - pinned_}); };
+    const auto top = [this](int tokens) { return best_of_step(tokens); };
     const kvlab::PageList best = fetch(step, step.queries, top, {kvlab::Deadline::this_attention}, edits, s);
     if (reads_resident_)
       edits.attend_resident(best, pins_);
@@ -61,13 +68,15 @@ class ArkVale final : public kvlab::Policy {
   }
 
  private:
+  int best_of_step(int tokens) const { return std::min({top_, tokens / 2, tokens - pinned_}); }
+
   // of(tokens): tokens of the best pages, for a budget of so many.
   template <class Of>
   kvlab::PageList fetch(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, Of of, kvlab::Deadline when,
                         kvlab::Edits& edits, kvlab::Stream s) {
     const auto best = kv.list<kvlab::PageList>("best", kv.shape->max_pages());
-    const auto scores = kvlab::ops::choose_pages(kv, queries, choice_, kvlab::ops::budget_pages(kv, of), best, s);
-    const auto room = kvlab::ops::budget_pages(kv, [](int tokens) { return tokens; });
+    const auto scores = kvlab::ops::choose_pages(kv, queries, choice_, best_.of(kv, of), best, s);
+    const auto room = room_.of(kv, [](int tokens) { return tokens; });
     kvlab::Placing how{.pins = pins_, .room = room.same, .when = when, .rooms = room.each};
     if (keeps_best_) how.order = scores;
     edits.place(best, how);
@@ -77,10 +86,11 @@ class ArkVale final : public kvlab::Policy {
   kvlab::Pins pins_;
   int top_, dense_, pinned_ = 0, page_ = 1;
   kvlab::TierDemand tiers_;
-  bool keeps_best_, reads_resident_, capturable_ = true;
+  bool keeps_best_, reads_resident_;
   kvlab::Summary summary_;
   int bits_;
   kvlab::PageChoice choice_;
+  kvlab::BudgetPages best_, room_;
 };
 
 }  // namespace

@@ -2,6 +2,7 @@
 // others keep their best pages alone, and choose anew every R steps. FlexiCache, anonymous preprint 2025.
 #include <kvlab/page_order.hpp>
 #include <kvlab/plugin.hpp>
+#include <kvlab/step_numbers.hpp>
 #include <kvlab/tier_demand.hpp>
 #include <kvlab/turns.hpp>
 
@@ -30,7 +31,7 @@ namespace {
 
 using kvlab::Heads;
 
-class FlexiCache final : public kvlab::Policy {
+class FlexiCache final : public kvlab::Policy, public kvlab::PreparesSteps {
  public:
   explicit FlexiCache(const kvlab::Params& p)
       : dense_(p.get<int>("dense_layers")),
@@ -57,7 +58,7 @@ class FlexiCache final : public kvlab::Policy {
         .observe_beside(true)
         .steps(true)
         .profile(unstable_heads_)
-        .capturable(capturable_);
+        .capturable(true);
   }
 
   void load_profile(const kvlab::Profile& profile) override {
@@ -82,11 +83,15 @@ class FlexiCache final : public kvlab::Policy {
     const auto whole = std::count(marks_.begin() + (unstable_heads_ ? dense : 0), marks_.end(), 1) + dense;
     tiers_ = kvlab::TierDemand(shape, budget, static_cast<double>(whole) / heads);
     budget.require(pins_.last + shape.page_size, "the newest ones and a page");
-    capturable_ = budget.kind == kvlab::BudgetAmount::tokens;
+    to_choose_ = {"pages to choose", shape, budget, w};
     chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
     if (by_prompt_) order_ = kvlab::KeptPageOrder("scores of the prompt's end", shape, w);
     if (staggers_) turns_ = kvlab::Turns("turns", shape, period_, w);
     if (unstable_heads_) unstable_ = kvlab::HeadClass("unstable heads", shape, marks_, w);
+  }
+
+  void prepare_step(const kvlab::StepCounters& c) override {
+    to_choose_.prepare(c, [this](int tokens) { return unpaid(tokens); });
   }
 
   // Stable heads take their first pages by the prompt's last query. All their full pages are written down here. With
@@ -130,8 +135,12 @@ class FlexiCache final : public kvlab::Policy {
     return Heads::every(staggers_ ? turns_.steps() : kv.steps, reranks_ ? period_ : 0);
   }
 
+  // Of a budget: without the tokens that are read in any case.
+  int unpaid(int tokens) const { return tokens - pins_.last; }
+
   kvlab::Scores choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads, kvlab::Stream s) {
-    return kvlab::ops::choose_pages(kv, queries, choice_.among(heads), pins_.last, chosen_.of(kv), s);
+    return kvlab::ops::choose_pages(kv, queries, choice_.among(heads),
+                                    to_choose_.of(kv, [this](int tokens) { return unpaid(tokens); }), chosen_.of(kv), s);
   }
 
   void place(const kvlab::LayerKv& kv, const Heads& heads, kvlab::Deadline when, kvlab::Edits& edits) {
@@ -144,12 +153,13 @@ class FlexiCache final : public kvlab::Policy {
 
   int dense_, bits_, period_, page_ = 1;
   kvlab::TierDemand tiers_;
-  bool reranks_, unstable_heads_, reuses_, overlaps_, pauses_, staggers_, by_prompt_, capturable_ = true;
+  bool reranks_, unstable_heads_, reuses_, overlaps_, pauses_, staggers_, by_prompt_;
   kvlab::Pins pins_;
   kvlab::PageChoice choice_;
   std::vector<std::uint8_t> marks_;  // [layer, kv_head]
   kvlab::KeptPages chosen_;
   kvlab::KeptPageOrder order_;  // in which pages leave when device memory runs short
+  kvlab::BudgetPages to_choose_;
   kvlab::Turns turns_;
   kvlab::HeadClass unstable_;
 };

@@ -2,6 +2,7 @@
 // query turned too far choose again first. Liu et al. 2025.
 #include <kvlab/page_order.hpp>
 #include <kvlab/plugin.hpp>
+#include <kvlab/step_numbers.hpp>
 #include <kvlab/tier_demand.hpp>
 
 #include <algorithm>
@@ -25,7 +26,7 @@ namespace {
 
 using kvlab::Heads;
 
-class FreeKv final : public kvlab::Policy {
+class FreeKv final : public kvlab::Policy, public kvlab::PreparesSteps {
  public:
   explicit FreeKv(const kvlab::Params& p)
       : pins_{.first = p.get<int>("sinks"), .last = p.get<int>("window")},
@@ -45,7 +46,7 @@ class FreeKv final : public kvlab::Policy {
         .dense_layers(dense_)
         .host_pages(true)
         .observe_beside(true)
-        .capturable(capturable_);
+        .capturable(true);
   }
 
   // Each step places the pages of each head anew. Its token may have opened one more before.
@@ -63,11 +64,15 @@ class FreeKv final : public kvlab::Policy {
     tiers_ = kvlab::TierDemand(shape, budget, std::min(1., static_cast<double>(dense_) / shape.layers));
     choice_.scale = scaled_ ? scale_ / std::sqrt(static_cast<float>(shape.head_dim)) : scale_;
     budget.require(pins_.first + pins_.last + shape.page_size, "sinks, window and a page");
-    capturable_ = budget.kind == kvlab::BudgetAmount::tokens;
+    to_choose_ = {"pages to choose", shape, budget, w};
     chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
     order_ = kvlab::KeptPageOrder("scores of the prompt's end", shape, w);
     last_ = kvlab::KeptQueries("last query", shape, w);
     turned_ = kvlab::KeptFlags("turned", shape, w);
+  }
+
+  void prepare_step(const kvlab::StepCounters& c) override {
+    to_choose_.prepare(c, [this](int tokens) { return unpaid(tokens); });
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
@@ -99,10 +104,14 @@ class FreeKv final : public kvlab::Policy {
   }
 
  private:
+  // Of a budget: without the tokens that are read in any case.
+  int unpaid(int tokens) const { return tokens - (pins_.first + pins_.last); }
+
   kvlab::Scores choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads,
                        kvlab::Deadline when, kvlab::Edits& edits, kvlab::Stream s) {
     const auto scores =
-        kvlab::ops::choose_pages(kv, queries, choice_.among(heads), pins_.first + pins_.last, chosen_.of(kv), s);
+        kvlab::ops::choose_pages(kv, queries, choice_.among(heads),
+                                 to_choose_.of(kv, [this](int tokens) { return unpaid(tokens); }), chosen_.of(kv), s);
     edits.place(chosen_.of(kv), {.heads = heads, .pins = pins_, .when = when, .order = order_.of(kv)});
     return scores;
   }
@@ -110,13 +119,14 @@ class FreeKv final : public kvlab::Policy {
   kvlab::Pins pins_;
   float threshold_;
   int dense_, bits_;
-  bool speculation_, scaled_, capturable_ = true;
+  bool speculation_, scaled_;
   float scale_;
   int page_ = 1;
   kvlab::TierDemand tiers_;
   kvlab::PageChoice choice_;
   kvlab::KeptPages chosen_;
   kvlab::KeptPageOrder order_;  // in which pages leave when device memory runs short
+  kvlab::BudgetPages to_choose_;
   kvlab::KeptQueries last_;
   kvlab::KeptFlags turned_;
 };

@@ -1,11 +1,12 @@
 // H2O: the tokens with the largest attention accumulated so far, and the newest ones. Zhang et al., NeurIPS 2023.
 #include <kvlab/plugin.hpp>
+#include <kvlab/step_numbers.hpp>
 
 #include <limits>
 
 namespace {
 
-class H2o final : public kvlab::Scorer {
+class H2o final : public kvlab::Scorer, public kvlab::PreparesSteps {
  public:
   explicit H2o(const kvlab::Params& p)
       : heavy_(p.get<bool>("heavy_hitters") ? p.get<double>("heavy") : 0.),
@@ -18,13 +19,23 @@ class H2o final : public kvlab::Scorer {
   }
   kvlab::Pins pins(int tokens) const override { return {.last = tokens - static_cast<int>(tokens * heavy_)}; }
   const char* column() const override { return mean_ ? nullptr : "score"; }
+  bool steady_score() const override { return true; }
   int every() const override { return every_; }
+
+  void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
+    if (mean_) seen_ = {"seen", shape.max_slots, w};
+  }
+
+  void prepare_step(const kvlab::StepCounters& c) override {
+    if (mean_) seen_.put(c, {c.position, c.position + c.rows});
+  }
 
   void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {
     kvlab::ops::read_state(kv.state("score"), out, s);
     if (!mean_) return;
     const kvlab::Scores queries = kv.kv_head_scores("queries");
-    kvlab::ops::query_counts(kv.pages, kv.upload("seen", kv.position), std::numeric_limits<int>::max(), queries, s);
+    const std::int32_t* seen = kv.queries ? seen_.data() : kv.upload("seen", kv.position);
+    kvlab::ops::query_counts(kv.pages, seen, std::numeric_limits<int>::max(), queries, s);
     kvlab::ops::divide(out, queries, s);
   }
 
@@ -33,6 +44,7 @@ class H2o final : public kvlab::Scorer {
   kvlab::GroupRule group_;
   bool mean_;
   int every_;
+  kvlab::StepNumbers<std::int32_t> seen_;  // [row]
 };
 
 }  // namespace

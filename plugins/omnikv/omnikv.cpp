@@ -2,6 +2,7 @@
 // to the next filter layer attend to these and to what was generated. Hao et al., ICLR 2025.
 #include <kvlab/layer_list.hpp>
 #include <kvlab/plugin.hpp>
+#include <kvlab/step_numbers.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -25,7 +26,7 @@ namespace {
 
 using kvlab::BudgetAmount;
 
-class OmniKv final : public kvlab::Policy {
+class OmniKv final : public kvlab::Policy, public kvlab::PreparesSteps {
  public:
   explicit OmniKv(const kvlab::Params& p)
       : filters_(kvlab::layer_list(p, "filter_layers")),
@@ -33,7 +34,7 @@ class OmniKv final : public kvlab::Policy {
         softmax_(p.get<ScoreBy>("score_by") == ScoreBy::softmax_before_last),
         shares_(p.get<bool>("shared_choice")) {}
 
-  kvlab::Needs needs() const override { return kvlab::Needs{}.scratch_numbers(8); }
+  kvlab::Needs needs() const override { return kvlab::Needs{}.scratch_numbers(8).capturable(true); }
 
   void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
     if (budget.kind == BudgetAmount::bytes)
@@ -50,6 +51,15 @@ class OmniKv final : public kvlab::Policy {
     index_ = data + rows * heads;
     count_ = data;
     capacity_ = capacity;
+    kv_heads_ = shape.kv_heads;
+    keep_ = {"tokens to read", rows * heads, w};
+  }
+
+  void prepare_step(const kvlab::StepCounters& c) override {
+    std::vector<std::int32_t> keep;
+    for (int row = 0; row < c.rows; ++row)
+      keep.insert(keep.end(), static_cast<std::size_t>(kv_heads_), tokens(c.step[row] + 1, c.position[row]));
+    keep_.put(c, keep);
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits&, kvlab::Stream s) override {
@@ -85,15 +95,13 @@ class OmniKv final : public kvlab::Policy {
     }
     kvlab::ops::set_pinned(step.pages, {.last = step.max_length}, INFINITY, scores, s);  // generated tokens keep it
     kvlab::ops::layer_reduce(prompt, logits, kvlab::GroupRule::max, scores, s);
-    std::vector<std::int32_t> keep;
-    for (int row = 0; row < step.rows(); ++row)
-      keep.insert(keep.end(), static_cast<std::size_t>(step.kv_heads()), tokens(step, row));
-    kvlab::ops::top_tokens(step.pages, scores, step.upload_heads("tokens to read", keep.data()), nullptr, list, s);
+    const auto keep = kvlab::View<const std::int32_t, 2>::dense(keep_.data(), {step.rows(), step.kv_heads()});
+    kvlab::ops::top_tokens(step.pages, scores, keep, nullptr, list, s);
   }
 
-  // Those of the prompt, and all that came after it.
-  int tokens(const kvlab::LayerStep& step, int row) const {
-    const int generated = step.step[row] + 1, prompt = step.position[row] - generated;
+  // Those of the prompt, and all that came after it. seen: tokens of the text.
+  int tokens(int generated, int seen) const {
+    const int prompt = seen - generated;
     const double wanted = budget_.kind == BudgetAmount::ratio ? budget_.value * prompt : budget_.value;
     return generated + std::clamp(static_cast<int>(std::min(wanted, 1e9)), 1, prompt);
   }
@@ -106,6 +114,8 @@ class OmniKv final : public kvlab::Policy {
   kvlab::KeptOfHeads<std::int32_t> prompt_;
   std::int32_t *index_ = nullptr, *count_ = nullptr;
   std::int64_t capacity_ = 0;
+  int kv_heads_ = 0;
+  kvlab::StepNumbers<std::int32_t> keep_;  // [row, kv_head]
 };
 
 }  // namespace

@@ -2,6 +2,7 @@
 // Ribar et al., ICML 2024. Missing mass is not filled with the mean value, as the paper leaves it out with GQA.
 #include <kvlab/key_copies.hpp>
 #include <kvlab/plugin.hpp>
+#include <kvlab/step_numbers.hpp>
 
 #include <algorithm>
 #include <string>
@@ -12,7 +13,7 @@ namespace {
 using kvlab::BudgetAmount;
 using kvlab::Scores;
 
-class SparQ final : public kvlab::Policy {
+class SparQ final : public kvlab::Policy, public kvlab::PreparesSteps {
  public:
   explicit SparQ(const kvlab::Params& p)
       : rank_(p.get<int>("rank")),
@@ -21,7 +22,7 @@ class SparQ final : public kvlab::Policy {
         norm_scale_(p.get<bool>("norm_scale")),
         key_copy_(p.get<bool>("key_copy")) {}
 
-  kvlab::Needs needs() const override { return kvlab::Needs{}.dense_layers(dense_).capturable(steady_); }
+  kvlab::Needs needs() const override { return kvlab::Needs{}.dense_layers(dense_).capturable(true); }
 
   void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
     if (budget.kind == BudgetAmount::bytes)
@@ -33,11 +34,9 @@ class SparQ final : public kvlab::Policy {
                                                   std::to_string(shape.head_dim));
     limited_ = budget.kind != BudgetAmount::unlimited, steady_ = budget.kind != BudgetAmount::ratio;
     tokens_ = limited_ && steady_ ? static_cast<int>(budget.value) : 1;
-    const std::vector<std::int32_t> keep(
-        static_cast<std::size_t>(shape.max_slots) * static_cast<std::size_t>(shape.kv_heads), tokens_);
-    keep_ = static_cast<const std::int32_t*>(w.constant("tokens to read", keep.data(), keep.size() * sizeof(keep[0])));
-    const std::vector<kvlab::Pins> pins(static_cast<std::size_t>(shape.max_slots), {.last = newest(tokens_)});
-    pins_ = static_cast<const kvlab::Pins*>(w.constant("pins", pins.data(), pins.size() * sizeof(pins[0])));
+    kv_heads_ = shape.kv_heads;
+    keep_ = {"tokens to read", std::int64_t{shape.max_slots} * shape.kv_heads, w};
+    pins_ = {"pins", shape.max_slots, w};
     key_copy_ = key_copy_ && limited_ && dense_ < shape.layers;
     if (key_copy_) copy_ = kvlab::KeptKeyChannels("keys by channel", shape, kvlab::layers_from(dense_, shape), w);
   }
@@ -45,6 +44,17 @@ class SparQ final : public kvlab::Policy {
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits&, kvlab::Stream s) override {
     if (!key_copy_ || kv.layer < dense_) return;
     kvlab::ops::copy_channels(kv.pages, static_cast<int>(kv.chunk_queries.extent[2]), copy_.of(kv), s);
+  }
+
+  void prepare_step(const kvlab::StepCounters& c) override {
+    std::vector<std::int32_t> keep;
+    std::vector<kvlab::Pins> pins;
+    for (int row = 0; row < c.rows; ++row) {
+      const int tokens = steady_ ? tokens_ : std::max(1, c.budget[row]);
+      keep.insert(keep.end(), static_cast<std::size_t>(kv_heads_), tokens);
+      pins.push_back({.last = newest(tokens)});
+    }
+    keep_.put(c, keep), pins_.put(c, pins);
   }
 
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
@@ -63,20 +73,8 @@ class SparQ final : public kvlab::Policy {
       kvlab::ops::row_dot(step.keys, query, scores, s);
     }
     const auto best = step.list<kvlab::TokenList>("best", step.max_length);
-    if (steady_) {
-      const auto keep = kvlab::View<const std::int32_t, 2>::dense(keep_, {step.rows(), step.kv_heads()});
-      kvlab::ops::top_tokens(step.pages, scores, keep, pinned ? nullptr : pins_, best, s);
-    } else {
-      std::vector<std::int32_t> keep;
-      std::vector<kvlab::Pins> pins;
-      for (int row = 0; row < step.rows(); ++row) {
-        const int tokens = std::max(1, step.budget_tokens(row));
-        keep.insert(keep.end(), static_cast<std::size_t>(step.kv_heads()), tokens);
-        pins.push_back({.last = newest(tokens)});
-      }
-      kvlab::ops::top_tokens(step.pages, scores, step.upload_heads("tokens to read", keep.data()),
-                             step.upload("pins", pins.data()), best, s);
-    }
+    const auto keep = kvlab::View<const std::int32_t, 2>::dense(keep_.data(), {step.rows(), step.kv_heads()});
+    kvlab::ops::top_tokens(step.pages, scores, keep, pinned ? nullptr : pins_.data(), best, s);
     edits.attend(best);
   }
 
@@ -88,8 +86,9 @@ class SparQ final : public kvlab::Policy {
   double local_;
   int dense_, tokens_ = 1;
   bool norm_scale_, key_copy_, limited_ = false, steady_ = true;
-  const std::int32_t* keep_ = nullptr;
-  const kvlab::Pins* pins_ = nullptr;
+  int kv_heads_ = 0;
+  kvlab::StepNumbers<std::int32_t> keep_;  // [row, kv_head]
+  kvlab::StepNumbers<kvlab::Pins> pins_;   // [row]
   kvlab::KeptKeyChannels copy_;
 };
 

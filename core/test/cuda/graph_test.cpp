@@ -359,10 +359,41 @@ TEST_CASE("cuda engine: a selector's pages on the host are replayed under a budg
   p.graphs.store().check_invariants();
 }
 
+TEST_CASE("cuda engine: steps whose numbers the host prepares are replayed") {
+  PolicySpec mean = subject("h2o").spec;
+  mean.scorer = with(*mean.scorer, "mean", true);
+  std::vector<PolicySpec> specs;
+  for (const char* label : {"arkvale", "flexicache", "freekv"})
+    for (const auto kind : {BudgetAmount::ratio, BudgetAmount::bytes})
+      specs.push_back(test::with_budget(subject(label).spec, kind, kind == BudgetAmount::ratio ? 0.6 : 4 * 6 * 900));
+  for (const char* label : {"sparq", "omnikv", "keyformer"})
+    for (const auto kind : {BudgetAmount::ratio, BudgetAmount::tokens})
+      specs.push_back(test::with_budget(subject(label).spec, kind, kind == BudgetAmount::ratio ? 0.6 : 40));
+  specs.push_back(test::with_budget(mean, BudgetAmount::tokens, 40));
+  for (const PolicySpec& spec : specs) {
+    CAPTURE(spec.name, static_cast<int>(spec.budget.kind));
+    Pair p(spec);
+    const int a = p.open(30, 1), b = p.open(70, 2);
+    const int steps = cases::quick() ? 12 : 20;
+    for (int i = 0; i < steps; ++i) p.step({a, b});
+    for (int i = 0; i < 3; ++i) p.step({b});
+    CHECK(p.graphs.replays() == steps - 1 + 2);
+    CHECK(p.graphs.fired() == p.eager.fired());
+    CHECK(p.graphs.fired() > 0);
+    for (const int slot : {a, b})
+      for (const int layer : {0, 1})
+        CHECK(p.graphs.store().positions_by_place(layer, slot, 1) ==
+              p.eager.store().positions_by_place(layer, slot, 1));
+    for (const Tier tier : {Tier::device, Tier::host})
+      CHECK(p.graphs.store().page_bytes(tier) == p.eager.store().page_bytes(tier));
+    p.graphs.store().check_invariants();
+  }
+}
+
 TEST_CASE("cuda engine: policies that act on the host at decode steps are not replayed") {
   PolicySpec recalled = subject("h2o").spec;
   recalled.placement = {.tier = Tier::host, .resident = 24};
-  for (const PolicySpec& spec : {recalled, subject("keyformer").spec, subject("flexicache").spec}) {
+  for (const PolicySpec& spec : {recalled, subject("clusterkv").spec}) {
     CAPTURE(spec.name);
     Pair p(test::with_budget(spec, BudgetAmount::ratio, 0.6));
     const int a = p.open(50, 1);
