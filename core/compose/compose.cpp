@@ -160,8 +160,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     const bool evicts = parts_.scorer && every_ > 0 && amount_.kind != BudgetAmount::unlimited;
     steady_ = evicts && !parts_.host && ranks_steadily(*parts_.scorer) && divides_steadily();
     scorer_needs_.capturable(scorer_needs_.capturable() && (!evicts || steady_) && !parts_.host);
-    selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) &&
-                               (parts_.selector || !parts_.host));
+    selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) && (parts_.selector || !parts_.host));
   }
 
   void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
@@ -602,7 +601,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   Composition parts_;
   Needs scorer_needs_, selector_needs_;
   int every_ = 0, dense_layers_ = 0;
-  bool ages_ = false;    // appended tokens are exact, and pages of older ones have the codec
+  bool ages_ = false;             // appended tokens are exact, and pages of older ones have the codec
   SteadySplit* split_ = nullptr;  // what the split promises; null = nothing
   bool steady_ = false;           // decode steps evict, and a graph may hold them
   bool told_ = false;             // the engine tells of each step
@@ -610,8 +609,8 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   int variant_ = 0;               // 1 = of a step that evicts
   // Numbers of a step's rows, memory of the device.
   struct {
-    Told pages, rooms;  // [row, kv_head] pages to attend to, and that may be on the device
-    Told pins, keep;    // [row], [row, kv_head]: what evictions leave
+    Told pages, rooms;              // [row, kv_head] pages to attend to, and that may be on the device
+    Told pins, keep;                // [row], [row, kv_head]: what evictions leave
     Told totals, keep_all, layers;  // [row], [row], [layer, row]: of a split
   } of_rows_;
   Shape shape_;

@@ -141,7 +141,7 @@ class CudaExecutor final : public Executor, public StepVariants {
   StreamMemory lse_;                   // f32 [row, query head] of attention that made-up tokens join
   StreamMemory copy_, copy_table_;     // pages and table of one layer's copy, for prompts
   PageLayout copy_layout_;
-  std::int64_t grown_ = 0;                                  // times that room() moved one of these buffers
+  std::int64_t grown_ = 0;  // times that room() moved one of these buffers
   // By the number of rows, whether one of them spills, and the variant of the step.
   std::map<std::tuple<std::size_t, bool, int>, Replay> replays_;
   int variant_ = 0;  // of the step

@@ -1,5 +1,5 @@
-// Tells a policy, or a role of it, of a decode step before it begins. A graph that replays the step runs no callback, so
-// numbers that follow the text's length must lie on the device by then.
+// Tells a policy, or a role of it, of a decode step before it begins. A graph that replays the step runs no callback,
+// so numbers that follow the text's length must lie on the device by then.
 #pragma once
 #include <kvlab/step_numbers.hpp>
 

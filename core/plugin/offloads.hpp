@@ -1,5 +1,5 @@
-// Asks a policy of core's own whether it offloads pages without Needs::host_pages. The store then takes the host tier at
-// the start.
+// Asks a policy of core's own whether it offloads pages without Needs::host_pages. The store then takes the host tier
+// at the start.
 #pragma once
 #include <kvlab/policy.hpp>
 

@@ -7,8 +7,8 @@ namespace kvlab {
 class SteadySplit {
  public:
   virtual ~SteadySplit() = default;
-  virtual bool steady() const = 0;   // a SteadyBudget
-  virtual bool counted() const = 0;  // a CountedBudget
+  virtual bool steady() const = 0;                               // a SteadyBudget
+  virtual bool counted() const = 0;                              // a CountedBudget
   virtual int tokens(const CountedBudget::Counters&) const = 0;  // of a counted one
 };
 

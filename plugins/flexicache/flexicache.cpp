@@ -140,7 +140,8 @@ class FlexiCache final : public kvlab::Policy, public kvlab::PreparesSteps {
 
   kvlab::Scores choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads, kvlab::Stream s) {
     return kvlab::ops::choose_pages(kv, queries, choice_.among(heads),
-                                    to_choose_.of(kv, [this](int tokens) { return unpaid(tokens); }), chosen_.of(kv), s);
+                                    to_choose_.of(kv, [this](int tokens) { return unpaid(tokens); }), chosen_.of(kv),
+                                    s);
   }
 
   void place(const kvlab::LayerKv& kv, const Heads& heads, kvlab::Deadline when, kvlab::Edits& edits) {
@@ -169,9 +170,10 @@ class FlexiCache final : public kvlab::Policy, public kvlab::PreparesSteps {
 KVLAB_PLUGIN(
     kvlab::policy<FlexiCache>("flexicache", "stable heads on the host but for their best pages (preprint 2025)")
         .param("rerank_every", 16, 1, kvlab::any, "decode steps after which a stable head chooses anew")
-        .param("stagger", true,
-               "sequences that begin together choose anew in different steps, by their numbers; false: all of them every "
-               "rerank_every steps after their prompts")
+        .param(
+            "stagger", true,
+            "sequences that begin together choose anew in different steps, by their numbers; false: all of them every "
+            "rerank_every steps after their prompts")
         .param("keep_new", true, "pages of the last rerank_every tokens are attended to; false: the newest page alone")
         .param("group", kvlab::GroupRule::max, "how a GQA group's page scores become one")
         .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")

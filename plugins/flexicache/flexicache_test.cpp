@@ -202,17 +202,17 @@ class Batch final : public EngineObserver {
 
  private:
   static const std::shared_ptr<const Model>& model() {
-    static const std::shared_ptr<const Model> recall = load_model(*open_model("bundled/recall", "", ""), DType::f32, "recall");
+    static const std::shared_ptr<const Model> recall =
+        load_model(*open_model("bundled/recall", "", ""), DType::f32, "recall");
     return recall;
   }
   static std::shared_ptr<Policy> policy() {
     static Registry registry;
     PolicySpec spec;
     spec.name = "flexicache";
-    spec.policy = PluginUse{
-        Role::policy, spec.name,
-        resolve(registry.require(Role::policy, spec.name),
-                {{"rerank_every", std::int64_t{period}}, {"unstable_heads", false}})};
+    spec.policy = PluginUse{Role::policy, spec.name,
+                            resolve(registry.require(Role::policy, spec.name),
+                                    {{"rerank_every", std::int64_t{period}}, {"unstable_heads", false}})};
     return build_policy(spec, RegistryCatalog(registry));
   }
   static EngineOptions options() {

@@ -25,7 +25,9 @@ class Keyformer final : public kvlab::Scorer, public kvlab::PreparesSteps {
                                                   ": the temperature grows");
   }
 
-  kvlab::Needs needs() const override { return kvlab::Needs{}.token_state("score").scratch_numbers(4).capturable(true); }
+  kvlab::Needs needs() const override {
+    return kvlab::Needs{}.token_state("score").scratch_numbers(4).capturable(true);
+  }
   kvlab::Pins pins(int tokens) const override {
     return {.last = static_cast<int>(std::int64_t{tokens} * recent_ / 100)};
   }

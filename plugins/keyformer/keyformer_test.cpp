@@ -44,12 +44,9 @@ std::vector<double> after_a_step(const Settings& settings, std::int32_t step) {
   now.queries = View<const float, 3>::dense(query.data(), {1, 1, 8});
   const std::int32_t slot = 0;
   now.slots = &slot;
-  tell_before_step(scorer.get(), {.rows = 1,
-                                  .slots = &slot,
-                                  .position = &position,
-                                  .step = &step,
-                                  .budget = &budget,
-                                  .sequence = &sequence});
+  tell_before_step(
+      scorer.get(),
+      {.rows = 1, .slots = &slot, .position = &position, .step = &step, .budget = &budget, .sequence = &sequence});
   scorer->observe(now, Stream::cpu());
   Guarded<3> out({1, 1, 5});
   scorer->score(now, out.view(), Stream::cpu());

@@ -23,10 +23,11 @@ class KeptPageOrder {
 
 namespace ops {
 
-// order[slot, kv_head, page] = scores(row, kv_head, page) for the pages of the heads that are on. Pages that hold one of
-// the left out tokens, and those that are still to come, leave last, the oldest first: page p gets 2^127 (1 + p 2^-23).
-// Other heads stay as they are. Scores are those that score_pages leaves, with the same left out tokens. scores: [row, kv_head, page], with every
-// page that is no exception. order: [slot, kv_head, page]. Bytes: scores, and order.
+// order[slot, kv_head, page] = scores(row, kv_head, page) for the pages of the heads that are on. Pages that hold one
+// of the left out tokens, and those that are still to come, leave last, the oldest first: page p gets 2^127 (1 + p
+// 2^-23). Other heads stay as they are. Scores are those that score_pages leaves, with the same left out tokens.
+// scores: [row, kv_head, page], with every page that is no exception. order: [slot, kv_head, page]. Bytes: scores, and
+// order.
 void keep_page_scores(const PagedKv& kv, View<const float, 3> scores, const Pins& left_out, const Heads& heads,
                       View<float, 3> order, Stream s);
 

@@ -27,8 +27,8 @@ void put_numbers(void* to, const void* from, std::size_t bytes, Stream s);
 struct StepCounters {
   int rows = 0;
   const std::int32_t* slots = nullptr;
-  const std::int32_t* position = nullptr;    // text tokens, this step's included
-  const std::int32_t* step = nullptr;        // decode steps of the sequence before this one
+  const std::int32_t* position = nullptr;   // text tokens, this step's included
+  const std::int32_t* step = nullptr;       // decode steps of the sequence before this one
   const std::int32_t* budget = nullptr;     // LayerKv::budget_tokens of layers that are not dense
   const std::uint32_t* sequence = nullptr;  // the sequence's number
   Stream stream = Stream::cpu();

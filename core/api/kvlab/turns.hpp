@@ -28,8 +28,7 @@ class Turns {
   Turns(const char* tag, const Shape& s, int period, Workspace& w)
       : period_(period),
         lead_(static_cast<float*>(w.state(tag, sizeof(float), s.max_slots))),
-        turns_(static_cast<std::int32_t*>(
-            w.room(tag, sizeof(std::int32_t) * static_cast<std::size_t>(s.max_slots)))) {}
+        turns_(static_cast<std::int32_t*>(w.room(tag, sizeof(std::int32_t) * static_cast<std::size_t>(s.max_slots)))) {}
 
   // In one layer of each prompt, at its end.
   void begin(const LayerPrefill& kv, Stream s) const {

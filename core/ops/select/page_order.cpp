@@ -32,8 +32,8 @@ void keep_page_scores(const PagedKv& kv, View<const float, 3> scores, const Pins
         fail(Errc::internal, op,
              "got scores " + extents(scores) + ", wanted those of " + std::to_string(pages.last) + " pages");
       for (int page = 0; page < order.extent[2]; ++page)
-        order(slot, h, page) = page >= pages.first && page < pages.last ? scores(r, h, page)
-                                                                        : std::bit_cast<float>(0x7f000000 + page);
+        order(slot, h, page) =
+            page >= pages.first && page < pages.last ? scores(r, h, page) : std::bit_cast<float>(0x7f000000 + page);
     }
 }
 

@@ -21,8 +21,9 @@ __global__ void __launch_bounds__(threads)
   const Candidates pages = candidates(kv.length(slot, head), kv.page_size, left_out);
   const int last = min(pages.last, static_cast<int>(scores.extent[2]));
   for (int page = static_cast<int>(threadIdx.x); page < order.extent[2]; page += threads)
-    order(slot, head, page) =
-        page >= pages.first && page < last ? scores(row, head, page) : __uint_as_float(0x7f000000u + static_cast<unsigned>(page));
+    order(slot, head, page) = page >= pages.first && page < last
+                                  ? scores(row, head, page)
+                                  : __uint_as_float(0x7f000000u + static_cast<unsigned>(page));
 }
 
 }  // namespace

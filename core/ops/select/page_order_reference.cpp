@@ -13,7 +13,8 @@ void keep_page_scores_reference(const PagedKv& kv, View<const float, 3> scores, 
         bool candidate = page * kv.page_size < n;
         for (int t = page * kv.page_size; t < (page + 1) * kv.page_size && t < n; ++t)
           candidate = candidate && t >= left_out.first && t < n - left_out.last;
-        order(kv.slots[r], h, page) = candidate ? scores(r, h, page) : static_cast<float>(std::ldexp(1 + std::ldexp(page, -23), 127));
+        order(kv.slots[r], h, page) =
+            candidate ? scores(r, h, page) : static_cast<float>(std::ldexp(1 + std::ldexp(page, -23), 127));
       }
 }
 

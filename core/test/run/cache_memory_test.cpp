@@ -48,12 +48,11 @@ bool fill(Engine& engine, std::int64_t cap) {
 
 TEST_CASE("under device_memory the bytes that the cache holds stay below it, and pages get the rest") {
   const auto model = tiny_model("llama-gqa3");
-  for (const char* text :
-       {"full", "{quest: {dense_layers: 0, budget: {tokens: 24}}}", "{h2o: {budget: {tokens: 24}}}",
-        "{quest: {dense_layers: 0, budget: {tokens: 24}, placement: {tier: host, resident: 16}}}",
-        "{flexicache: {unstable_heads: false, budget: {tokens: 32}, rerank_every: 4}}",
-        "{freekv: {sinks: 8, window: 8, dense_layers: 0, budget: {tokens: 32}}}",
-        "{arkvale: {sinks: 8, window: 8, dense_layers: 0, budget: {tokens: 48}}}"}) {
+  for (const char* text : {"full", "{quest: {dense_layers: 0, budget: {tokens: 24}}}", "{h2o: {budget: {tokens: 24}}}",
+                           "{quest: {dense_layers: 0, budget: {tokens: 24}, placement: {tier: host, resident: 16}}}",
+                           "{flexicache: {unstable_heads: false, budget: {tokens: 32}, rerank_every: 4}}",
+                           "{freekv: {sinks: 8, window: 8, dense_layers: 0, budget: {tokens: 32}}}",
+                           "{arkvale: {sinks: 8, window: 8, dense_layers: 0, budget: {tokens: 48}}}"}) {
     CAPTURE(text);
     const PolicySpec spec = policy_of(text, 8);
     const auto policy = [&] { return subjects().policy(spec, *model); };
