@@ -69,10 +69,42 @@ def recorded(path):
           "by mass")
     for tokens in sorted(newest):
         print(f"{tokens:3}", *(f"{x:6.2f}" for x in np.mean(newest[tokens], 0)))
+    if not needle:
+        return
     needle = np.array(needle)
     looked = needle[needle[:, 0] >= 0.1]
     print(f"needle's page: {len(looked) / len(needle):.2f} of heads and steps have a tenth of their mass there; it is "
           "among the best 8 by bound, box and mass in", *(f"{x:.2f}" for x in looked[:, 1:].mean(0)))
+
+
+def written(path):
+    """Numbers of 7 digits in the answer: is the page that they come from read, where the newest page is in any case?"""
+    rows = []
+    with h5py.File(path) as file:
+        for case in file["cases"].values():
+            prompt, fed, answer = (case[n][()] for n in ("prompt", "fed", "answer"))
+            text, source = np.concatenate([prompt, fed]), {}
+            for i in range(len(answer) - 6):
+                for at in range(len(text) - 6):
+                    if (text[at:at + 7] == answer[i:i + 7]).all():
+                        source.update({step: at // PAGE for step in range(i, i + 7)})
+                        break
+            queries = case["step_queries"]
+            for layer in range(DENSE, queries.shape[0]):
+                keys, q = floats(case["keys"][layer]), queries[layer]
+                group = q.shape[1] // keys.shape[1]
+                for token, page in source.items():
+                    step = len(fed) - 1 + token
+                    for head in range(keys.shape[1]):
+                        bound, box, _, mass = pages_of(keys[:len(prompt) + step + 1, head],
+                                                       q[step, head * group:(head + 1) * group])
+                        others = (x[:-1] for x in (np.max(bound, 0), np.max(box, 0), mass))
+                        read = [page == len(mass) - 1 or place(x, page) < BUDGET - 1 for x in others]
+                        rows.append([mass[page]] + read)
+    rows = np.array(rows)
+    looked = rows[rows[:, 0] >= 0.1]
+    print(f"pages of the numbers written: {len(looked) / len(rows):.2f} of heads and steps have a tenth of their mass "
+          "there; read beside the newest page by bound, box and mass:", *(f"{x:.2f}" for x in looked[:, 1:].mean(0)))
 
 
 def traced(path):
@@ -104,5 +136,6 @@ if __name__ == "__main__":
     if len(sys.argv) not in (2, 3):
         sys.exit(__doc__)
     recorded(sys.argv[1])
+    written(sys.argv[1])
     if len(sys.argv) == 3:
         traced(sys.argv[2])
