@@ -128,14 +128,15 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     if (parts_.selector) parts_.selector->load_profile(profile);
   }
 
-  // A prompt leaves the resident pages. A step holds those and its choice, and the page that its token opened.
+  // A prompt leaves a step's room of pages. A step holds its choice and pins too, and the page that its token opened.
   Demand demand(int prompt, int max_new) const override {
     if (!parts_.host || !parts_.selector || parts_.scorer) return {};
     const Pins pins = parts_.selector->pins();
     const TierDemand tiers(shape_, amount_, std::min(1., static_cast<double>(dense_layers_) / shape_.layers));
     const int pinned = tiers.whole_pages(pins.first) + std::max(1, tiers.pages_of_run(pins.last));
     return tiers.of(prompt, max_new, [&](int n, bool decodes) {
-      return decodes ? std::max(resident_pages(), pages_of_budget(n) + pinned) + 1 : resident_pages();
+      const int chosen = pages_of_budget(n), room = std::max(resident_pages(), chosen);
+      return decodes ? std::max(room, chosen + pinned) + 1 : room;
     });
   }
 

@@ -65,16 +65,18 @@ class FlexiCache final : public kvlab::Policy, public kvlab::PreparesSteps {
     for (const float x : profile.at("unstable").values) marks_.push_back(x != 0);
   }
 
-  // Pages that filled up since a choice stay until the next one, so without reranking all of them do. Before the first
-  // choice all pages are on the device.
+  // Pages that filled up since a choice stay until the next one, so without reranking all of them do, and none of them
+  // goes to the host. Before the first choice all pages are on the device.
   kvlab::Demand demand(int prompt, int max_new) const override {
-    return tiers_.of(prompt, max_new, [&](int n, bool decodes) {
+    kvlab::Demand demand = tiers_.of(prompt, max_new, [&](int n, bool decodes) {
       const int budget = tiers_.budget(n), since = reranks_ ? std::min(period_, max_new) : max_new;
       if (budget < 0 || budget == tiers_.everything) return budget;
       if (!decodes && !by_prompt_) return tiers_.everything;
       return std::max(1, (budget - pins_.last) / page_) +
              tiers_.pages_of_run(std::max(1, pins_.last) + (decodes ? since : 0));
     });
+    if (!reranks_) demand.host = tiers_.of(prompt + 1, 0, [](int, bool) { return kvlab::TierDemand::everything; }).host;
+    return demand;
   }
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace& w) override {
