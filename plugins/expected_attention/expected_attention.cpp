@@ -1,11 +1,12 @@
 // ExpectedAttention: keeps what later queries attend to, if they are distributed like the prompt's. Devoto et al. 2025.
 #include <kvlab/plugin.hpp>
+#include <kvlab/step_numbers.hpp>
 
 #include <cmath>
 
 namespace {
 
-class ExpectedAttention final : public kvlab::Scorer {
+class ExpectedAttention final : public kvlab::Scorer, public kvlab::PreparesSteps {
  public:
   explicit ExpectedAttention(const kvlab::Params& p)
       : sinks_(p.get<int>("sinks")),
@@ -19,7 +20,10 @@ class ExpectedAttention final : public kvlab::Scorer {
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
     moments_ = kvlab::ops::take_moments("query moments", shape, w);
+    seen_ = {"seen", shape.max_slots, w};
   }
+  bool steady_score() const override { return true; }
+  void prepare_step(const kvlab::StepCounters& c) override { seen_.put(c, {c.position, c.position + c.rows}); }
 
   void observe(const kvlab::LayerKv& kv, kvlab::Stream s) override {
     if (!kv.chunk_queries) return;
@@ -30,7 +34,8 @@ class ExpectedAttention final : public kvlab::Scorer {
     const int heads = kv.shape->query_heads, dim = kv.shape->head_dim;
     const auto mean = kv.query_head_vectors("mean");
     const auto covariance = kv.scratch<float>("covariance", {kv.rows(), heads, dim, dim});
-    kvlab::ops::expected_query(moments(kv), kv.upload("seen", kv.position), kv.pages, horizon_, mean, covariance, s);
+    const std::int32_t* seen = kv.queries ? seen_.data() : kv.upload("seen", kv.position);
+    kvlab::ops::expected_query(moments(kv), seen, kv.pages, horizon_, mean, covariance, s);
 
     const kvlab::Scores attention = kv.query_head_scores("expected attention");
     kvlab::ops::row_dot(kv.keys, mean, attention, s);
@@ -57,6 +62,7 @@ class ExpectedAttention final : public kvlab::Scorer {
   float epsilon_;
   bool covariance_, values_;
   std::vector<kvlab::ops::Moments> moments_;  // [layer]
+  kvlab::StepNumbers<std::int32_t> seen_;     // [row]
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 // rule stays. Ge et al., ICLR 2024.
 #include <kvlab/kinds.hpp>
 #include <kvlab/plugin.hpp>
+#include <kvlab/step_numbers.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -13,7 +14,7 @@ namespace {
 namespace ops = kvlab::ops;
 using kvlab::KeepRule;
 
-class FastGen final : public kvlab::Policy {
+class FastGen final : public kvlab::Policy, public kvlab::PreparesSteps {
  public:
   explicit FastGen(const kvlab::Params& p)
       : recovery_(static_cast<float>(p.get<double>("recovery"))),
@@ -26,13 +27,20 @@ class FastGen final : public kvlab::Policy {
         punctuation_(p.get<bool>("punctuation") ? kvlab::kind_bit(kvlab::TokenKind::punctuation) : 0) {}
 
   kvlab::Needs needs() const override {
-    auto needs = kvlab::Needs{}.own_amount(true).token_ids(true).scratch_numbers(12);
+    auto needs = kvlab::Needs{}.own_amount(true).token_ids(true).scratch_numbers(12).capturable(true);
     if (frequent_ > 0) needs.mass_into("attention", kvlab::GroupRule::mean, kvlab::Mass::decode);
     return queries_ > 0 ? needs.window_queries(queries_) : needs.chunked_prompts(false);
   }
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
     recovered_ = kvlab::KeptSeries("recovered attention", shape, rules - 1, w);
+    seen_ = {"seen", shape.max_slots, w};
+    rules_ = {"rules", std::int64_t{shape.max_slots} * rules, w};
+  }
+
+  void prepare_step(const kvlab::StepCounters& c) override {
+    seen_.put(c, {c.position, c.position + c.rows});
+    rules_.put(c, rules_of(c.position, c.rows));
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
@@ -68,10 +76,10 @@ class FastGen final : public kvlab::Policy {
   int window(int tokens) const { return std::max(1, static_cast<int>(local_ * tokens)); }
 
   // [row, rule] for texts of so many tokens.
-  kvlab::View<const KeepRule, 2> rules_of(const kvlab::LayerKv& kv) const {
+  std::vector<KeepRule> rules_of(const std::int32_t* position, int rows) const {
     std::vector<KeepRule> all;
-    for (int row = 0; row < kv.rows(); ++row) {
-      const int tokens = kv.position[row];
+    for (int row = 0; row < rows; ++row) {
+      const int tokens = position[row];
       KeepRule rule{.kinds = special_, .first = sinks_};
       all.push_back(rule);
       rule.kinds |= punctuation_;
@@ -82,7 +90,11 @@ class FastGen final : public kvlab::Policy {
       all.push_back(rule);
       all.push_back({.best = KeepRule::all});
     }
-    return kvlab::upload(*kv.workspace, "rules", all.data(), {kv.rows(), rules});
+    return all;
+  }
+  kvlab::View<const KeepRule, 2> rules_of(const kvlab::LayerKv& kv) const {
+    if (kv.queries) return kvlab::View<const KeepRule, 2>::dense(rules_.data(), {kv.rows(), rules});
+    return kvlab::upload(*kv.workspace, "rules", rules_of(kv.position, kv.rows()).data(), {kv.rows(), rules});
   }
 
   // The attention of these queries to each token, summed over them, mean over the group. newest: ops::window_votes.
@@ -107,9 +119,10 @@ class FastGen final : public kvlab::Policy {
   }
 
   // Sums over the last `queries` queries become means over those of them that see the token.
-  static kvlab::Scores means(const kvlab::LayerKv& kv, const kvlab::Scores& sums, int queries, kvlab::Stream s) {
+  kvlab::Scores means(const kvlab::LayerKv& kv, const kvlab::Scores& sums, int queries, kvlab::Stream s) const {
     const auto mean = kv.kv_head_scores("mean attention"), counts = kv.kv_head_scores("queries");
-    ops::query_counts(kv.pages, kv.upload("seen", kv.position), queries, counts, s);
+    const std::int32_t* seen = kv.queries ? seen_.data() : kv.upload("seen", kv.position);
+    ops::query_counts(kv.pages, seen, queries, counts, s);
     ops::copy(mean, sums, s);
     ops::divide(mean, counts, s);
     return mean;
@@ -153,6 +166,8 @@ class FastGen final : public kvlab::Policy {
   int sinks_, queries_, whole_;
   std::uint32_t special_, punctuation_;
   kvlab::KeptSeries recovered_;
+  kvlab::StepNumbers<std::int32_t> seen_;  // [row]
+  kvlab::StepNumbers<KeepRule> rules_;     // [row, rule]
 };
 
 }  // namespace

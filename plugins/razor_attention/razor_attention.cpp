@@ -2,13 +2,14 @@
 // The others keep attention sinks, a local window and a compensation token: the mean key and value of all that the head
 // dropped. It counts as so many tokens. Tang et al., ICLR 2025.
 #include <kvlab/plugin.hpp>
+#include <kvlab/step_numbers.hpp>
 #include <kvlab/streaming_heads.hpp>
 
 #include "retrieval_heads.hpp"
 
 namespace {
 
-class RazorAttention final : public kvlab::Policy {
+class RazorAttention final : public kvlab::Policy, public kvlab::PreparesSteps {
  public:
   explicit RazorAttention(const kvlab::Params& p)
       : sinks_(p.get<int>("sinks")),
@@ -20,9 +21,8 @@ class RazorAttention final : public kvlab::Policy {
         retrieval_heads_(p.get<bool>("retrieval_heads")),
         compensation_(p.get<bool>("compensation")) {}
 
-  // A window that grows with the text is another number in each step, which no graph can hold.
   kvlab::Needs needs() const override {
-    return kvlab::Needs{}.own_amount(true).profile(retrieval_heads_).capturable(!decodes_ || share_ == 0);
+    return kvlab::Needs{}.own_amount(true).profile(retrieval_heads_).capturable(true);
   }
 
   void load_profile(const kvlab::Profile& profile) override {
@@ -37,8 +37,26 @@ class RazorAttention final : public kvlab::Policy {
       razor_attention::mark(razor_attention::of_heads(induction_scores_, heads, "induction"), induction_, marks_);
       razor_attention::mark(razor_attention::of_heads(echo_scores_, heads, "echo"), echo_, marks_);
     }
-    if (share_ > 0) return;
+    if (share_ > 0) {
+      kv_heads_ = shape.kv_heads;
+      of_layer_ = std::int64_t{shape.max_slots} * kv_heads_;
+      keep_ = {"tokens to keep", shape.layers * of_layer_, w};
+      pins_ = {"pins", shape.max_slots, w};
+      return;
+    }
     streaming_ = kvlab::StreamingHeads(shape, marks_, {.first = sinks_, .last = window_}, w);
+  }
+
+  void prepare_step(const kvlab::StepCounters& c) override {
+    if (share_ == 0 || !decodes_) return;
+    std::vector<std::int32_t> all;
+    for (std::int64_t at = 0; at < std::ssize(marks_); at += kv_heads_) {
+      const std::vector<std::int32_t> of_rows = growing(at, c.position, c.rows);
+      all.insert(all.end(), of_rows.begin(), of_rows.end());
+      all.resize(static_cast<std::size_t>((at / kv_heads_ + 1) * of_layer_));
+    }
+    keep_.put(c, all);
+    pins_.put(c, std::vector<kvlab::Pins>(static_cast<std::size_t>(c.rows), {.first = sinks_}));
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
@@ -58,16 +76,25 @@ class RazorAttention final : public kvlab::Policy {
     edits.evict_surplus(surplus);
   }
   kvlab::Surplus growing(const kvlab::LayerKv& kv) const {
-    std::vector<std::int32_t> keep;
-    const auto first = marks_.begin() + std::ptrdiff_t{kv.layer} * kv.kv_heads();
-    for (int row = 0; row < kv.rows(); ++row) {
-      const std::int64_t window = std::max(window_, static_cast<int>(share_ * kv.position[row]));
-      const std::int64_t streaming = std::min<std::int64_t>(kvlab::StreamingHeads::everything, sinks_ + window);
-      for (int head = 0; head < kv.kv_heads(); ++head)
-        keep.push_back(first[head] ? kvlab::StreamingHeads::everything : static_cast<std::int32_t>(streaming));
-    }
+    const std::array<std::int64_t, 2> extent{kv.rows(), kv.kv_heads()};
+    if (!kv.chunk_queries)
+      return {.keep = kvlab::View<const std::int32_t, 2>::dense(keep_.data() + kv.layer * of_layer_, extent),
+              .pins = pins_.data()};
+    const std::vector<std::int32_t> keep = growing(std::int64_t{kv.layer} * kv.kv_heads(), kv.position, kv.rows());
     const std::vector<kvlab::Pins> pins(static_cast<std::size_t>(kv.rows()), {.first = sinks_});
     return {.keep = kv.upload_heads("tokens to keep", keep.data()), .pins = kv.upload("pins", pins.data())};
+  }
+  // Of a layer, whose first head has this number: [row, kv_head].
+  std::vector<std::int32_t> growing(std::int64_t first_head, const std::int32_t* position, int rows) const {
+    std::vector<std::int32_t> keep;
+    for (int row = 0; row < rows; ++row) {
+      const std::int64_t window = std::max(window_, static_cast<int>(share_ * position[row]));
+      const std::int64_t streaming = std::min<std::int64_t>(kvlab::StreamingHeads::everything, sinks_ + window);
+      for (int head = 0; head < kv_heads_; ++head)
+        keep.push_back(marks_[static_cast<std::size_t>(first_head + head)] ? kvlab::StreamingHeads::everything
+                                                                           : static_cast<std::int32_t>(streaming));
+    }
+    return keep;
   }
 
   int sinks_, window_;
@@ -75,7 +102,11 @@ class RazorAttention final : public kvlab::Policy {
   bool decodes_, retrieval_heads_, compensation_;
   std::vector<float> echo_scores_, induction_scores_;  // [layer, kv_head], like marks_
   std::vector<bool> marks_;                            // of retrieval heads
-  kvlab::StreamingHeads streaming_;
+  kvlab::StreamingHeads streaming_;        // of a window that does not grow
+  int kv_heads_ = 0;
+  std::int64_t of_layer_ = 0;              // of numbers of rows and KV heads, with those of a step's missing rows
+  kvlab::StepNumbers<std::int32_t> keep_;  // [layer][row, kv_head]
+  kvlab::StepNumbers<kvlab::Pins> pins_;   // [row]
   kvlab::KeptMadeUp made_up_;  // one for each KV head
 };
 

@@ -2,6 +2,7 @@
 // et al., NeurIPS 2025. Its base selection is Quest's.
 #include <kvlab/key_copies.hpp>
 #include <kvlab/plugin.hpp>
+#include <kvlab/step_numbers.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -21,7 +22,7 @@ struct kvlab::Choices<Estimate> {
 
 namespace {
 
-class Twilight final : public kvlab::Policy {
+class Twilight final : public kvlab::Policy, public kvlab::PreparesSteps {
  public:
   explicit Twilight(const kvlab::Params& p)
       : p_(p.get<bool>("top_p") ? p.get<float>("p") : 1),
@@ -35,21 +36,30 @@ class Twilight final : public kvlab::Policy {
     choice_.newest_page = true;
   }
 
-  // A share of the text is another number in each step, which no graph can hold.
   kvlab::Needs needs() const override {
     return kvlab::Needs{}
         .own_amount(true)
         .page_summary(kvlab::Summary::min_max, bits_)
         .dense_layers(dense_)
-        .capturable(tokens_ > 0);
+        .capturable(true);
   }
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
     if (tokens_ > 0 && tokens_ < shape.page_size)
       throw kvlab::Error(kvlab::Errc::config, "got tokens " + std::to_string(tokens_) + ", wanted 0 or at least " +
                                                   std::to_string(shape.page_size) + ", those of a page");
+    page_ = shape.page_size, kv_heads_ = shape.kv_heads;
+    if (tokens_ == 0) counts_ = {"pages of candidates", std::int64_t{shape.max_slots} * kv_heads_, w};
     if (int4_ && dense_ < shape.layers)
       codes_ = kvlab::KeptKeyCodes("keys in 4 bits", shape, kvlab::layers_from(dense_, shape), w);
+  }
+
+  void prepare_step(const kvlab::StepCounters& c) override {
+    if (tokens_ > 0) return;
+    std::vector<std::int32_t> of_heads;
+    for (int row = 0; row < c.rows; ++row)
+      of_heads.insert(of_heads.end(), static_cast<std::size_t>(kv_heads_), pages_of(candidates_of(c.position[row])));
+    counts_.put(c, of_heads);
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits&, kvlab::Stream s) override {
@@ -80,25 +90,18 @@ class Twilight final : public kvlab::Policy {
   }
 
  private:
-  // Of a head, in whole pages.
+  // Of a head, in whole pages. No text of the step, and of later steps of its graph, is longer than max_length.
   std::int64_t most_candidates(const kvlab::LayerStep& step) const {
-    const int page = step.pages.page_size;
-    int tokens = tokens_;
-    for (int row = 0; tokens_ == 0 && row < step.rows(); ++row) tokens = std::max(tokens, candidates_of(step, row));
-    return std::min<std::int64_t>(std::max(1, tokens / page), (step.max_length + page - 1) / page) * page;
+    const int tokens = tokens_ > 0 ? tokens_ : candidates_of(step.max_length);
+    return std::min<std::int64_t>(pages_of(tokens), (step.max_length + page_ - 1) / page_) * page_;
   }
-  int candidates_of(const kvlab::LayerStep& step, int row) const {
-    return static_cast<int>(share_ * step.position[row]);
-  }
+  int candidates_of(int text) const { return static_cast<int>(share_ * text); }
+  int pages_of(int tokens) const { return std::max(1, tokens / page_); }
   kvlab::ops::PageCounts page_counts(const kvlab::LayerStep& step) const {
     kvlab::ops::PageCounts counts;
-    counts.same = tokens_ / step.pages.page_size;
-    if (tokens_ > 0) return counts;
-    std::vector<std::int32_t> of_heads;
-    for (int row = 0; row < step.rows(); ++row)
-      of_heads.insert(of_heads.end(), static_cast<std::size_t>(step.kv_heads()),
-                      std::max(1, candidates_of(step, row) / step.pages.page_size));
-    counts.each = step.upload_heads("pages of candidates", of_heads.data());
+    counts.same = tokens_ / page_;
+    if (tokens_ == 0)
+      counts.each = kvlab::View<const std::int32_t, 2>::dense(counts_.data(), {step.rows(), step.kv_heads()});
     return counts;
   }
 
@@ -106,7 +109,9 @@ class Twilight final : public kvlab::Policy {
   bool int4_;
   int tokens_, dense_, bits_;
   double share_;
+  int page_ = 1, kv_heads_ = 0;
   kvlab::PageChoice choice_;
+  kvlab::StepNumbers<std::int32_t> counts_;  // [row, kv_head]
   kvlab::KeptKeyCodes codes_;
 };
 

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "kvlab/error.hpp"
@@ -46,20 +48,23 @@ class PreparesSteps {
 // At most `most` numbers, always at the same address of the device. Takes them in attach.
 template <class T>
 class StepNumbers {
+  static_assert(std::is_trivially_copyable_v<T>);
+
  public:
   StepNumbers() = default;
   StepNumbers(const char* tag, std::int64_t most, Workspace& w)
       : data_(static_cast<T*>(w.room(tag, static_cast<std::size_t>(most) * sizeof(T)))),
         most_(static_cast<std::size_t>(most)) {}
 
-  // Numbers that are there already are not copied again.
+  // In prepare_step. Numbers that are there already are not copied again.
   void put(const StepCounters& c, const std::vector<T>& numbers) {
-    if (numbers == there_) return;
+    const std::size_t bytes = numbers.size() * sizeof(T);
+    if (numbers.size() == there_.size() && (bytes == 0 || std::memcmp(numbers.data(), there_.data(), bytes) == 0)) return;
     if (numbers.size() > most_)
       throw Error(Errc::plugin, "prepare_step: got " + std::to_string(numbers.size()) + " numbers, wanted at most " +
                                     std::to_string(most_));
     there_ = numbers;
-    ops::put_numbers(data_, there_.data(), there_.size() * sizeof(T), c.stream);
+    ops::put_numbers(data_, there_.data(), bytes, c.stream);
   }
   const T* data() const { return data_; }
 

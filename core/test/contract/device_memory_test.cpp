@@ -1,6 +1,7 @@
 // A policy must reach its views through ops only. It then runs unchanged where the host cannot reach them.
 #include <catch2/catch.hpp>
 
+#include "plugin/before_step.hpp"
 #include "support/contract.hpp"
 #include "support/guarded_device.hpp"
 
@@ -11,7 +12,7 @@ namespace {
 
 // The policy under test. Before every callback its views are copied to a guarded device; afterwards token state and
 // edits are copied back.
-class OnGuardedDevice final : public Policy {
+class OnGuardedDevice final : public Policy, public BeforeStep {
  public:
   explicit OnGuardedDevice(std::shared_ptr<Policy> inner) : inner_(std::move(inner)) {}
   Needs needs() const override { return inner_->needs(); }
@@ -19,6 +20,13 @@ class OnGuardedDevice final : public Policy {
   CodecSpec host_codec() const override { return inner_->host_codec(); }
   void attach(const Shape& s, const BudgetAmount& b, Workspace&) override {
     device_.call([&] { inner_->attach(s, b, device_); });
+  }
+  int before_step(const StepCounters& c) override {
+    StepCounters there = c;
+    there.stream = device_.stream();
+    int variant = 0;
+    device_.call([&] { variant = tell_before_step(inner_.get(), there); });
+    return variant;
   }
   void prefill(const LayerPrefill& from, Edits& edits, Stream) override {
     run(from, edits, [&](LayerPrefill& kv, Edits& to, Stream s) { inner_->prefill(kv, to, s); });

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "compose/compose.hpp"
+#include "plugin/before_step.hpp"
 #include "support/contract.hpp"
 
 using namespace kvlab;
@@ -11,10 +12,11 @@ using namespace kvlab::test;
 namespace {
 
 // Checks every score of the scorer under test.
-class Watched final : public Scorer {
+class Watched final : public Scorer, public BeforeStep {
  public:
   Watched(Instance<Scorer> inner, int& calls) : inner_(std::move(inner)), calls_(calls) {}
   Needs needs() const override { return inner_->needs(); }
+  int before_step(const StepCounters& c) override { return tell_before_step(inner_.get(), c); }
   Pins pins(int tokens) const override { return inner_->pins(tokens); }
   void attach(const Shape& s, const BudgetAmount& b, Workspace& w) override { inner_->attach(s, b, w); }
   void observe(const LayerKv& kv, Stream s) override { inner_->observe(kv, s); }

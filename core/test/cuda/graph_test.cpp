@@ -367,13 +367,20 @@ TEST_CASE("cuda engine: steps whose numbers the host prepares are replayed") {
   for (const char* label : {"arkvale", "flexicache", "freekv"})
     for (const auto kind : {BudgetAmount::ratio, BudgetAmount::bytes})
       specs.push_back(test::with_budget(subject(label).spec, kind, kind == BudgetAmount::ratio ? 0.6 : 4 * 6 * 900));
-  for (const char* label : {"sparq", "omnikv", "keyformer"})
+  for (const char* label : {"sparq", "omnikv", "keyformer", "morphkv", "expected_attention"})
     for (const auto kind : {BudgetAmount::ratio, BudgetAmount::tokens})
       specs.push_back(test::with_budget(subject(label).spec, kind, kind == BudgetAmount::ratio ? 0.6 : 40));
   specs.push_back(test::with_budget(mean, BudgetAmount::tokens, 40));
+  for (const char* label : {"twilight", "fastgen"}) specs.push_back(subject(label).spec);
+  PolicySpec growing = subject("razor_attention").spec;
+  growing.policy = with(with(*growing.policy, "window", std::int64_t{8}), "window_share", 0.3);
+  specs.push_back(growing);
   for (const PolicySpec& spec : specs) {
     CAPTURE(spec.name, static_cast<int>(spec.budget.kind));
-    Pair p(spec);
+    PolicySpec each = spec;
+    if (spec.name == "expected_attention") each.schedule.every = 1;
+    if (spec.name == "twilight") each.policy = with(*spec.policy, "tokens", std::int64_t{0});
+    Pair p(each);
     const int a = p.open(30, 1), b = p.open(70, 2);
     const int steps = cases::quick() ? 12 : 20;
     for (int i = 0; i < steps; ++i) p.step({a, b});
