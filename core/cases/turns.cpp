@@ -51,7 +51,8 @@ void check_rings(OnCache& x) {
 }
 
 std::vector<Case> list() {
-  return {on_caches("turns", "steps in turn", 36, check_turns), on_caches("turns", "rings of vectors", 36, check_rings)};
+  return {on_caches("turns", "steps in turn", 36, check_turns),
+          on_caches("turns", "rings of vectors", 36, check_rings)};
 }
 
 const Announced announced{list};

@@ -102,12 +102,12 @@ class RazorAttention final : public kvlab::Policy, public kvlab::PreparesSteps {
   bool decodes_, retrieval_heads_, compensation_;
   std::vector<float> echo_scores_, induction_scores_;  // [layer, kv_head], like marks_
   std::vector<bool> marks_;                            // of retrieval heads
-  kvlab::StreamingHeads streaming_;        // of a window that does not grow
+  kvlab::StreamingHeads streaming_;                    // of a window that does not grow
   int kv_heads_ = 0;
   std::int64_t of_layer_ = 0;              // of numbers of rows and KV heads, with those of a step's missing rows
   kvlab::StepNumbers<std::int32_t> keep_;  // [layer][row, kv_head]
   kvlab::StepNumbers<kvlab::Pins> pins_;   // [row]
-  kvlab::KeptMadeUp made_up_;  // one for each KV head
+  kvlab::KeptMadeUp made_up_;              // one for each KV head
 };
 
 }  // namespace

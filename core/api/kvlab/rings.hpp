@@ -1,5 +1,5 @@
-// Rings of vectors that last: of each sequence the newest, at places that are numbered modulo the ring's length. ops.hpp
-// says what holds for every op.
+// Rings of vectors that last: of each sequence the newest, at places that are numbered modulo the ring's length.
+// ops.hpp says what holds for every op.
 #pragma once
 #include <cstdint>
 

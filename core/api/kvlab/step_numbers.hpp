@@ -59,7 +59,8 @@ class StepNumbers {
   // In prepare_step. Numbers that are there already are not copied again.
   void put(const StepCounters& c, const std::vector<T>& numbers) {
     const std::size_t bytes = numbers.size() * sizeof(T);
-    if (numbers.size() == there_.size() && (bytes == 0 || std::memcmp(numbers.data(), there_.data(), bytes) == 0)) return;
+    if (numbers.size() == there_.size() && (bytes == 0 || std::memcmp(numbers.data(), there_.data(), bytes) == 0))
+      return;
     if (numbers.size() > most_)
       throw Error(Errc::plugin, "prepare_step: got " + std::to_string(numbers.size()) + " numbers, wanted at most " +
                                     std::to_string(most_));
