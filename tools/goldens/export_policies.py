@@ -344,6 +344,7 @@ def export_tiny(path, group):
     model, logit_ids = llama.Llama(path), list(range(0, VOCAB, 5 if group in ("", "--evicting", "--heads") else 20))
     others = [llama.Llama(path, torch.float64), perturbed(model, 0), perturbed(model, 1)]
     near = [others[0], perturbed(model, 0, 2e-6), perturbed(model, 1, 2e-6)]  # thousands of codes: some always lie at an edge
+    many = others + [perturbed(model, seed) for seed in range(2, 10)]  # counts of shares at a threshold: each share is a tie to be
     document = {"version": 1, "model": "tiny/" + os.path.basename(path)}
     other = np.random.default_rng(1000).integers(2, VOCAB, 200).tolist()
     specs = {name: of_shape(spec, model, other) for name, spec in specs.items()}
@@ -352,7 +353,8 @@ def export_tiny(path, group):
         return {**document, **text, "logit_ids": logit_ids, "cases": cases}
     cases = []
     for name, spec in specs.items():
-        text, (case,) = cases_of(model, near if spec["name"] == "kvquant" else others, {name: spec}, logit_ids)
+        rounds = {"kvquant": near, "scissorhands": many}.get(spec["name"], others)
+        text, (case,) = cases_of(model, rounds, {name: spec}, logit_ids)
         cases.append({**case, **text})
     return {**document, "logit_ids": logit_ids, "cases": cases}
 
