@@ -165,8 +165,8 @@ CacheMemory Engine::memory(const Model& model, Policy& policy, const EngineOptio
   policy.attach(s, o.budget, workspace);
   CacheMemory m;
   m.slots = s.max_slots;
-  // Beside the store's: question and steps of each slot, and what policies keep of each row or of each of its heads.
-  m.tables = taken.tables + (slots + 1) * (8 + s.kv_heads) * 2 * number;
+  // Beside the store's: question and steps of each slot, and what policies keep of each row, layer or head of it.
+  m.tables = taken.tables + (slots + 1) * (8 + s.kv_heads) * 2 * number + slots * s.layers * number;
   if (needs.token_ids()) m.tables += slots * s.max_tokens * number + model.config.vocab;
   m.summaries = taken.summaries;
   m.state = workspace.state_bytes() + workspace.constant_bytes() + workspace.room_bytes();

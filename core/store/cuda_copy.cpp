@@ -19,7 +19,9 @@ Store::Pending CudaStore::copied(const Pending& p, int slot, Stream device) cons
   const std::uint8_t* marks = p.heads ? p.heads.as<std::uint8_t>() : nullptr;
   const IndexList& list = p.edit.list;
   const std::int64_t row = p.lasts ? p.slot : 0;
-  return pending(p.edit, slot, p.due, list.index.data + row * list.index.stride[0],
+  Edit edit = p.edit;
+  edit.order = {};  // numbers of the slot that the row had; without them the oldest pages leave first
+  return pending(edit, slot, p.due, list.index.data + row * list.index.stride[0],
                  list.count.data + row * list.count.stride[0], marks, device, stream_);
 }
 

@@ -190,10 +190,13 @@ std::int64_t Store::spare_pages(int slot) const {
   return used_[static_cast<std::size_t>(slot)] && (!spills(slot) || slot_room(slot) > 0) ? sum : 0;
 }
 
-std::int64_t Store::left_to_write(int slot) const { return spills(slot) ? 0 : pages_to_write(slot); }
+std::int64_t Store::left_to_write(int slot) const {
+  return spills(slot) && slot_room(slot) == 0 ? 0 : pages_to_write(slot);
+}
 
 // Half of what could leave does: few spills suffice, and most pages that are of use stay. Heads may differ, and some
-// are not placed at all, so this goes by the mean of the layer with the most.
+// are not placed at all, so this goes by the mean of the layer with the most. An edit that names heads in some steps
+// alone may find none now, and would never count what is left: all that can leave does when it is due.
 int Store::room_after_spill(int slot) const {
   const Shape& s = options_.shape;
   const std::vector<std::int32_t> one{slot};
@@ -201,6 +204,7 @@ int Store::room_after_spill(int slot) const {
   for (int layer = 0; layer < s.layers; ++layer) {
     const std::size_t at = layer_slot(layer, slot);
     if (!placed_[at]) continue;
+    if (const Heads& heads = places_[static_cast<std::size_t>(layer)].heads; heads.steps || heads.flags.data) return 0;
     most = std::max(most, (spare_[at].leave + s.kv_heads - 1) / s.kv_heads);
     pages = std::max(pages, (max_length(layer, one) + s.page_size - 1) / s.page_size);
   }
@@ -282,6 +286,7 @@ bool Store::spill_one() {
     if (goes_on > other_does || (goes_on == other_does && spare > most)) most = spare, chosen = slot;
   }
   if (chosen < 0) return false;
+  if (slot_room(chosen) > 0) end_reloads();  // a page that is on its way down has no copy yet
   const int room = room_after_spill(chosen);
   spill(chosen, room);
   struct Spilling {

@@ -58,7 +58,7 @@ class FlexiCache final : public kvlab::Policy, public kvlab::PreparesSteps {
         .observe_beside(true)
         .steps(true)
         .profile(unstable_heads_)
-        .capturable(true);
+        .capturable(by_prompt_);  // pages leave by an edit that the store has seen, and it sees none of a graph's
   }
 
   void load_profile(const kvlab::Profile& profile) override {

@@ -333,7 +333,8 @@ TEST_CASE("the overlap of a head that chooses every few steps is that of its cho
   constexpr std::size_t period = 4;
   Speculation cells;
   cells.experiment.policies = {test::policy_of(
-      "{flexicache: {rerank_every: 4, keep_new: false, unstable_heads: false, overlap: false, budget: {tokens: 40}}}",
+      "{flexicache: {rerank_every: 4, stagger: false, keep_new: false, unstable_heads: false, overlap: false, "
+      "budget: {tokens: 40}}}",
       page_size)};
   cells.experiment.inject.overlap = .7;
   const auto result = cells.run();
@@ -358,8 +359,8 @@ TEST_CASE("the overlap of a head that chooses every few steps is that of its cho
 TEST_CASE("heads that rerank every few steps take one overlap, and those that choose in each step another") {
   constexpr std::size_t period = 4;
   Speculation cells;
-  cells.experiment.policies = {
-      test::policy_of("{flexicache: {rerank_every: 4, keep_new: false, budget: {tokens: 40}}}", page_size)};
+  cells.experiment.policies = {test::policy_of(
+      "{flexicache: {rerank_every: 4, stagger: false, keep_new: false, budget: {tokens: 40}}}", page_size)};
   // Its hash is recorded; the marks are those below.
   cells.experiment.policies.front().profile = (test::source_root() / "experiments/quality/heads.h5").string();
   cells.experiment.inject.overlap = .9;
@@ -418,7 +419,8 @@ TEST_CASE("a policy follows the lists of a trace, step by step") {
   CHECK(compared > 300);
   // A head that chooses every 4 steps takes the lists of these steps.
   cells.experiment.policies = {test::policy_of(
-      "{flexicache: {rerank_every: 4, keep_new: false, unstable_heads: false, overlap: false, budget: {tokens: 40}}}",
+      "{flexicache: {rerank_every: 4, stagger: false, keep_new: false, unstable_heads: false, overlap: false, "
+      "budget: {tokens: 40}}}",
       page_size)};
   for (const auto& [place, lists] : lists_of(cells.run().trace))
     for (std::size_t i = 0; i < lists.size(); ++i)
