@@ -311,11 +311,11 @@ TEST_CASE("the injected share of checks finds drift") {
       for (const int step : steps) CHECK((step + 1) % 2 == 0);  // steps with a check
       count += static_cast<int>(steps.size());
     }
-    const int most = pivots * satellites * test::Drifting::checks;
+    const int checked = pivots * satellites * test::Drifting::checks;
     if (drift == 0 || drift == 1)
-      CHECK(count == static_cast<int>(drift) * most);
+      CHECK(count == static_cast<int>(drift) * checked);
     else
-      CHECK(static_cast<double>(count) / most ==
+      CHECK(static_cast<double>(count) / checked ==
             Approx(drift).margin(4 * std::sqrt(drift * (1 - drift) / (pivots * test::Drifting::checks))));
   }
 }
