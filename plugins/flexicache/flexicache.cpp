@@ -90,17 +90,21 @@ class FlexiCache final : public kvlab::Policy, public kvlab::PreparesSteps {
     if (by_prompt_) order_ = kvlab::KeptPageOrder("scores of the prompt's end", shape, w);
     if (staggers_) turns_ = kvlab::Turns("turns", shape, period_, w);
     if (unstable_heads_) unstable_ = kvlab::HeadClass("unstable heads", shape, marks_, w);
+    decoded_.assign(static_cast<std::size_t>(shape.max_slots), false);
   }
 
   void prepare_step(const kvlab::StepCounters& c) override {
     to_choose_.prepare(c, [this](int tokens) { return unpaid(tokens); });
+    for (int row = 0; row < c.rows; ++row) decoded_[static_cast<std::size_t>(c.slots[row])] = true;
   }
+
+  void release(int slot) override { decoded_[static_cast<std::size_t>(slot)] = false; }
 
   // Stable heads take their first pages by the prompt's last query. All their full pages are written down here. With
   // first_query: step both happen in the first decode step, before its attention; not in that of a later turn.
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     if (staggers_ && kv.layer == 0 && kv.last[0]) turns_.begin(kv, s);
-    if (kv.layer < dense_ || !kv.last[0] || (!by_prompt_ && kv.step[0] == 0)) return;
+    if (kv.layer < dense_ || !kv.last[0] || (!by_prompt_ && !decoded_[static_cast<std::size_t>(kv.slots[0])])) return;
     const kvlab::Scores scores = choose(kv, kv.last_queries(), {}, s);
     if (by_prompt_) kvlab::ops::keep_page_scores(kv.pages, scores, {}, {}, order_.of(kv), s);
     place(kv, Heads{}, beside(), edits);
@@ -160,6 +164,7 @@ class FlexiCache final : public kvlab::Policy, public kvlab::PreparesSteps {
   kvlab::Pins pins_;
   kvlab::PageChoice choice_;
   std::vector<std::uint8_t> marks_;  // [layer, kv_head]
+  std::vector<bool> decoded_;        // [slot] whether its sequence has made a step
   kvlab::KeptPages chosen_;
   kvlab::KeptPageOrder order_;  // in which pages leave when device memory runs short
   kvlab::BudgetPages to_choose_;

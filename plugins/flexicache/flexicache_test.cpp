@@ -97,6 +97,32 @@ TEST_CASE("flexicache: without reranking the first choice stays, whichever query
   }
 }
 
+TEST_CASE("flexicache: a later turn's prompt makes a choice, whichever query made the first one") {
+  constexpr int more = 40, first_steps = 6;
+  for (const auto& [overlap, query] : {std::pair{true, "step"}, {false, "step"}, {true, "prompt"}}) {
+    CAPTURE(overlap, query);
+    OnText run(Role::policy, "flexicache",
+               {{"rerank_every", std::int64_t{period}},
+                {"overlap", overlap},
+                {"reranking", false},
+                {"first_query", std::string(query)}},
+               most_tokens, prompt + first_steps + more + 4, page, unstable);
+    run.prefill(prompt);
+    for (int step = 0; step < first_steps; ++step) run.step();
+    run.prefill(more);
+    run.step();
+    const int last = prompt + first_steps + more - 1;
+    for (int layer = 0; layer < run.config().layers; ++layer)
+      for (int head = 0; head < run.config().kv_heads; ++head) {
+        if (unstable(layer, head)) continue;
+        CAPTURE(layer, head);
+        const auto chosen = best_pages(run, layer, head, last, static_cast<std::size_t>((most_tokens - period) / page));
+        const auto& read = run.layer(layer).read[first_steps][static_cast<std::size_t>(head)];
+        CHECK(std::set<int>(read.begin(), read.end()) == with_new(chosen, last + 1, period));
+      }
+  }
+}
+
 TEST_CASE("flexicache refuses a budget below the newest tokens and a page") {
   const auto with = [](bool keep_new, int tokens) {
     OnText(Role::policy, "flexicache", {{"rerank_every", std::int64_t{period}}, {"keep_new", keep_new}}, tokens, 64,
