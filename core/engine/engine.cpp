@@ -14,7 +14,6 @@
 #include "base/stop.hpp"
 #include "base/threads.hpp"
 #include "engine/store_options.hpp"
-#include "exec/step_variants.hpp"
 #include "model/token_kinds.hpp"
 #include "ops/select/chosen_pages.hpp"
 #include "plugin/before_step.hpp"
@@ -422,7 +421,7 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
                                                        .budget = budget_.data(),
                                                        .sequence = sequence_.data(),
                                                        .stream = stream_});
-  if (auto* variants = dynamic_cast<StepVariants*>(executor_.get())) variants->variant_of_step(variant);
+  executor_->variant_of_step(variant);
   const Fit fit = authored(*policy_, [&] { return executor_->decode(slots, tokens, *this, out); });
   store_->workspace().reset();
   for (std::size_t r = 0; r < slots.size(); ++r) {

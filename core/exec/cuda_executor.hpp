@@ -12,14 +12,13 @@
 #include "base/cuda_stopwatch.hpp"
 #include "base/stream_memory.hpp"
 #include "exec/executor.hpp"
-#include "exec/step_variants.hpp"
 #include "model/cuda_model.hpp"
 #include "ops/linear/linear.hpp"
 #include "store/cuda_store.hpp"
 
 namespace kvlab {
 
-class CudaExecutor final : public Executor, public StepVariants {
+class CudaExecutor final : public Executor {
  public:
   // Throws Errc::unsupported for a model without weights on the device.
   CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store, bool batch_invariant = false);

@@ -120,6 +120,9 @@ class Executor {
   const std::vector<std::int32_t>& nonfinite_rows() const { return nonfinite_rows_; }
 
   const Model& model() const { return *model_; }
+  // Before a decode step: the number of its variant (BeforeStep). Where whole steps have work that others have not, as
+  // an eviction every n steps, an executor that replays steps has graphs of each variant.
+  virtual void variant_of_step(int /*number*/) {}
   virtual std::int64_t replays() const { return 0; }  // decode steps that were one launch of a graph
   // Milliseconds of the latest decode step on a GPU from its first kernel to its last, gaps between kernels included.
   // NaN on the CPU.

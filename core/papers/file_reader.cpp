@@ -140,4 +140,13 @@ void FileReader::check(const Reading& r, const Node& at) {
     wrong(at, "shared_heads without 'pair' and 'array'", "two profile experiments and their set of heads");
 }
 
+std::vector<std::filesystem::path> yaml_files(const std::filesystem::path& folder) {
+  std::vector<std::filesystem::path> files;
+  std::error_code missing;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, missing))
+    if (entry.path().extension() == ".yaml") files.push_back(entry.path());
+  std::sort(files.begin(), files.end());
+  return files;
+}
+
 }  // namespace kvlab::papers

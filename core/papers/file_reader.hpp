@@ -2,6 +2,7 @@
 #pragma once
 #include <kvlab/error.hpp>
 
+#include <filesystem>
 #include <optional>
 #include <string>
 #include <utility>
@@ -47,5 +48,8 @@ class FileReader {
  private:
   void over(const Node& node, Reading& r);
 };
+
+// The *.yaml of a folder by name; none where there is no folder.
+std::vector<std::filesystem::path> yaml_files(const std::filesystem::path& folder);
 
 }  // namespace kvlab::papers

@@ -114,12 +114,8 @@ Paper read_paper(const std::filesystem::path& file) {
 }
 
 std::vector<Paper> read_papers(const std::filesystem::path& folder) {
-  std::vector<std::filesystem::path> files;
-  std::error_code missing;
-  for (const auto& entry : std::filesystem::directory_iterator(folder, missing))
-    if (entry.path().extension() == ".yaml") files.push_back(entry.path());
+  const std::vector<std::filesystem::path> files = yaml_files(folder);
   if (files.empty()) throw Error(Errc::io, "got no file of published values, wanted *.yaml", folder.string());
-  std::sort(files.begin(), files.end());
   std::vector<Paper> out;
   for (const auto& file : files) out.push_back(read_paper(file));
   return out;

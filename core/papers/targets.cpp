@@ -298,13 +298,8 @@ TargetTable read_targets(const std::filesystem::path& file) {
 }
 
 std::vector<TargetTable> read_all_targets(const std::filesystem::path& folder) {
-  std::vector<std::filesystem::path> files;
-  std::error_code missing;
-  for (const auto& entry : std::filesystem::directory_iterator(folder, missing))
-    if (entry.path().extension() == ".yaml") files.push_back(entry.path());
-  std::sort(files.begin(), files.end());
   std::vector<TargetTable> out;
-  for (const auto& file : files) out.push_back(read_targets(file));
+  for (const auto& file : yaml_files(folder)) out.push_back(read_targets(file));
   return out;
 }
 

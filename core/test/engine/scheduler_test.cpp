@@ -159,6 +159,26 @@ void run(Scheduler& s, const Engine& engine, int most = 20000) {
   engine.store().check_invariants();
 }
 
+// Requests that were served to their end, and the most rows that a step had.
+struct Ran {
+  std::size_t most_rows = 0;
+  Scheduler scheduler;
+
+  Ran(Engine& engine, const std::vector<Request>& requests) : scheduler(engine, requests, counting()) {
+    run(scheduler, engine);
+  }
+
+ private:
+  SchedulerOptions counting() {
+    SchedulerOptions how;
+    how.clock = ticking();
+    how.stepped = [this](double, const std::vector<std::int32_t>& slots) {
+      most_rows = std::max(most_rows, slots.size());
+    };
+    return how;
+  }
+};
+
 }  // namespace
 
 TEST_CASE("each of 64 ragged requests has the text that it has alone") {
@@ -282,18 +302,13 @@ TEST_CASE("a policy that says what decode steps hold lets in requests that were 
     CAPTURE(says);
     const auto policy = std::make_shared<Steady>(says);
     Engine engine(tiny(), policy, options(2, bytes_of(8 * page)));
-    SchedulerOptions how;
-    how.clock = ticking();
-    std::size_t most = 0;
-    how.stepped = [&](double, const std::vector<std::int32_t>& slots) { most = std::max(most, slots.size()); };
-    Scheduler s(engine, requests, how);
-    run(s, engine);
-    CHECK(most == (says ? 2 : 1));
-    CHECK(preemptions(s) == 0);
+    const Ran ran(engine, requests);
+    CHECK(ran.most_rows == (says ? 2 : 1));
+    CHECK(preemptions(ran.scheduler) == 0);
     REQUIRE(!policy->asked.empty());
     for (const auto& asked : policy->asked) CHECK(asked == std::pair{8, 64});
     for (std::size_t i = 0; i < requests.size(); ++i)
-      CHECK(s.served()[i].tokens == alone(requests[i], std::make_shared<Steady>(says)));
+      CHECK(ran.scheduler.served()[i].tokens == alone(requests[i], std::make_shared<Steady>(says)));
   }
 }
 
@@ -311,13 +326,8 @@ TEST_CASE("a policy that says what a sequence takes of the host lets in what the
       EngineOptions o = options(2);
       o.host_limit = bytes_of(pages * page);
       Engine engine(tiny(), std::make_shared<Below>(archives), o);
-      SchedulerOptions how;
-      how.clock = ticking();
-      std::size_t most = 0;
-      how.stepped = [&](double, const std::vector<std::int32_t>& slots) { most = std::max(most, slots.size()); };
-      Scheduler s(engine, requests, how);
-      run(s, engine);
-      CHECK(most == (pages >= 3 ? 2 : 1));
+      const Ran ran(engine, requests);
+      CHECK(ran.most_rows == (pages >= 3 ? 2 : 1));
     }
 }
 
@@ -427,14 +437,9 @@ TEST_CASE("a prompt that is let in fits, and one that fits is let in") {
       const std::vector<Request> requests{
           {text(c.first, 1), {}, 1, 0}, {text(8, 2), {}, 12, 0}, {text(120, 3), {}, 2, 0}};
       Engine engine(tiny(), c.policy, options(2, bytes_of(pages * page)));
-      SchedulerOptions how;
-      how.clock = ticking();
-      std::size_t most = 0;
-      how.stepped = [&](double, const std::vector<std::int32_t>& slots) { most = std::max(most, slots.size()); };
-      Scheduler s(engine, requests, how);
-      run(s, engine);
-      CHECK(preemptions(s) == 0);
-      if (pages >= c.enough) CHECK(most == 2);
+      const Ran ran(engine, requests);
+      CHECK(preemptions(ran.scheduler) == 0);
+      if (pages >= c.enough) CHECK(ran.most_rows == 2);
     }
 }
 
@@ -456,14 +461,9 @@ TEST_CASE("a prompt that is compressed behind its last layer is let in where all
     CAPTURE(pages);
     const std::vector<Request> requests{{text(120, 1), {}, 1, 0}, {text(8, 2), {}, 12, 0}, {text(120, 3), {}, 2, 0}};
     Engine engine(tiny(), std::make_shared<Late>(), options(2, bytes_of(pages * page)));
-    SchedulerOptions how;
-    how.clock = ticking();
-    std::size_t most = 0;
-    how.stepped = [&](double, const std::vector<std::int32_t>& slots) { most = std::max(most, slots.size()); };
-    Scheduler s(engine, requests, how);
-    run(s, engine);
-    CHECK(preemptions(s) == 0);
-    if (pages >= 20) CHECK(most == 2);
+    const Ran ran(engine, requests);
+    CHECK(preemptions(ran.scheduler) == 0);
+    if (pages >= 20) CHECK(ran.most_rows == 2);
   }
 }
 
@@ -473,14 +473,9 @@ TEST_CASE("a prompt that is let in leaves room for its first token and everybody
   for (int pages = 3; pages <= 7; ++pages) {
     CAPTURE(pages);
     Engine engine(tiny(), std::make_shared<Nothing>(), options(2, bytes_of(pages * page)));
-    SchedulerOptions how;
-    how.clock = ticking();
-    std::size_t most = 0;
-    how.stepped = [&](double, const std::vector<std::int32_t>& slots) { most = std::max(most, slots.size()); };
-    Scheduler s(engine, requests, how);
-    run(s, engine);
-    CHECK(preemptions(s) == 0);
-    CHECK(most == (pages >= 5 ? 2 : 1));
+    const Ran ran(engine, requests);
+    CHECK(preemptions(ran.scheduler) == 0);
+    CHECK(ran.most_rows == (pages >= 5 ? 2 : 1));
   }
 }
 
