@@ -31,7 +31,6 @@ struct ChosenShape {
   bool some = false;       // some heads choose; the others have a list from before
   bool turns = false;      // those choose whose queries turned
   bool unflagged = false;  // or the others
-  bool promised = false;   // the rest choose behind attention, for the next step
   bool chooses = true;     // false: all have
 
   std::string text() const {
@@ -48,11 +47,10 @@ struct ChosenShape {
                        newest ? ", newest" : "", ties ? ", ties" : "", nans ? ", NaN" : "") +
            fmt::format(", left out {} and {}, pins {} and {}{}{}", leave_out.first, leave_out.last, pins.first,
                        pins.last, pins.newest_page ? " and newest page" : "",
-                       !chooses   ? ", no choice"
-                       : promised ? ", heads whose queries turned, then the others"
-                       : turns    ? ", heads whose queries turned"
-                       : some     ? ", some heads"
-                                  : "");
+                       !chooses ? ", no choice"
+                       : turns  ? ", heads whose queries turned"
+                       : some   ? ", some heads"
+                                : "");
   }
 };
 
@@ -147,8 +145,7 @@ class ChosenScene final : public Scene {
     summaries_.data = data_[i];
     const Stream s = place_.stream();
     if (together_) {
-      ops::PutOffChoice choice{args_.queries, args_.kv, summaries_, choice_, scores_, list_, s};
-      choice.promised = shape_.promised;
+      const ops::PutOffChoice choice{args_.queries, args_.kv, summaries_, choice_, scores_, list_, s};
       args_.pages = &read_;
       ops::ChosenRead read{shape_.chooses ? &choice : nullptr, list_};
       read.pins = shape_.pins, read.out = read_;
@@ -163,11 +160,6 @@ class ChosenScene final : public Scene {
       args_.pages = &chosen;
       if (listing_) list_pages(), args_.pages = &read_;
       ops::attend(args_, workspace_, s);
-      if (shape_.promised) {
-        PageChoice later = choice_;
-        later.heads.unflagged = !later.heads.unflagged;
-        ops::score_pages(args_.queries, args_.kv, summaries_, later, scores_, list_, s);
-      }
     }
     workspace_.reset();
   }
@@ -214,13 +206,6 @@ class ChosenScene final : public Scene {
                 place_.get(list_.count), place_.get(read_.index),
                 place_.get(read_.count), place_.get(View<const std::uint16_t, 3>::dense(rounded_, args_.out.extent))};
       if (shape_.turns) o.turned = place_.get(turns_.turned), o.last = place_.get(turns_.last);
-      if (shape_.promised)  // a promised choice leaves no scores
-        for (int r = 0; r < args_.kv.rows; ++r)
-          for (int h = 0; h < args_.kv.kv_heads; ++h)
-            if (o.turned[static_cast<std::size_t>(scene_.cache.view().slots[r] * args_.kv.kv_heads + h)] ==
-                shape_.unflagged)
-              std::fill_n(&o.scores[static_cast<std::size_t>(&scores_(r, h, 0) - scores_.data)], scores_.extent[2],
-                          0.f);
       return o;
     };
     const Outputs apart = outputs(false);
@@ -316,19 +301,12 @@ std::vector<ChosenShape> shapes() {
     d.rule = rule, d.pins = {0, 20, true}, d.newest = true, d.some = rule == GroupRule::max;
   }
   for (const bool unflagged : {false, true})
-    for (const GroupRule rule : {GroupRule::max, GroupRule::softmax_mean})
-      for (const bool promised : {false, true}) {
-        if (promised && rule == GroupRule::max) continue;  // observe makes such choices
-        ChosenShape& c = add(3, 2, 4, 128, 16, {1700, 0, 1, 40, 333, 2900}, {5, 0, 9});
-        c.rule = rule, c.leave_out = c.pins = {40, 33, false}, c.turns = true, c.unflagged = unflagged;
-        c.promised = promised;
-      }
+    for (const GroupRule rule : {GroupRule::max, GroupRule::softmax_mean}) {
+      ChosenShape& c = add(3, 2, 4, 128, 16, {1700, 0, 1, 40, 333, 2900}, {5, 0, 9});
+      c.rule = rule, c.leave_out = c.pins = {40, 33, false}, c.turns = true, c.unflagged = unflagged;
+    }
   add(2, 2, 7, 64, 16, {3000, 1000, 17}, {12, 3}).turns = true;
-  for (const bool promised : {false, true}) {
-    ChosenShape& c = add(30, 2, 1, 64, 16, {90, 300, 0, 20}, {3, 6});  // more heads than blocks
-    c.turns = true, c.promised = promised;
-    if (promised) c.rule = GroupRule::softmax_mean;
-  }
+  add(30, 2, 1, 64, 16, {90, 300, 0, 20}, {3, 6}).turns = true;  // more heads than blocks
   add(20, 2, 3, 64, 32, {90, 700, 0, 20}, {3, 6}).rule = GroupRule::softmax_mean;
   for (const ChosenShape& of : std::vector<ChosenShape>(v))
     if (of.kind != Summary::mean) {

@@ -8,7 +8,6 @@
 #include "exec/cpu_executor.hpp"
 #include "exec/cuda_executor.hpp"
 #include "exec/replay_executor.hpp"
-#include "ops/select/chosen_pages.hpp"
 
 namespace kvlab {
 
@@ -47,7 +46,6 @@ Fit Executor::prefill(int slot, std::span<const int> tokens, bool last, LayerHoo
 Fit Executor::run_layers(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out) {
   const auto n = static_cast<std::int64_t>(slots.size());
   int longest = 0;
-  ops::forget_promises();
   embed(n);
   for (int layer = 0; layer < model_->config.layers; ++layer) {
     project(layer, n);

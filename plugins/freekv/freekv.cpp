@@ -2,7 +2,6 @@
 // query turned too far choose again first. Liu et al. 2025.
 #include <kvlab/page_order.hpp>
 #include <kvlab/plugin.hpp>
-#include <kvlab/promise_choice.hpp>
 #include <kvlab/step_numbers.hpp>
 #include <kvlab/tier_demand.hpp>
 
@@ -96,20 +95,17 @@ class FreeKv final : public kvlab::Policy, public kvlab::PreparesSteps {
       now = Heads::flagged(turned_.of(step));
     }
     choose(step, step.queries, now, {kvlab::Deadline::this_attention}, edits, s);
-    if (speculation_) kvlab::ops::promise_choice(choice_.among(not_turned(step)), chosen_.of(step));
     edits.attend(chosen_.of(step), pins_);
   }
 
   void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
     if (step.layer < dense_ || !speculation_) return;
-    choose(step, step.queries, not_turned(step), {}, edits, s);
+    choose(step, step.queries, Heads::flagged(turned_.of(step), false), {}, edits, s);
   }
 
  private:
   // Of a budget: without the tokens that are read in any case.
   int unpaid(int tokens) const { return tokens - (pins_.first + pins_.last); }
-
-  Heads not_turned(const kvlab::LayerKv& kv) const { return Heads::flagged(turned_.of(kv), false); }
 
   kvlab::Scores choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads,
                        kvlab::Deadline when, kvlab::Edits& edits, kvlab::Stream s) {

@@ -49,10 +49,8 @@ void choose_and_attend(const AttendArgs& a, Workspace& w, Stream s) {
                              : choice->out.final && choice->out.final->index;
     PutOffKept kept;  // the op's call would run what waits
     if (list && (!choice || (same(choice->out, read.list) && choice->kv.rows == a.kv.rows)) &&
-        attend_chosen(a, read, s)) {
-      if (turns && choice->promised) note_promised(choice->out);
+        attend_chosen(a, read, s))
       return kept.drop();
-    }
   }
   attend(a, w, s);
 }

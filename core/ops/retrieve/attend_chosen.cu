@@ -45,12 +45,9 @@ struct FusedArgs {
   std::int32_t* error;
   std::int32_t bad_count, bad_entry;
   int *scored, *merged;  // [pair] blocks that have come so far; zero between launches
-  // Rule softmax_mean: [pair, query head, tile of pages] the highest score. Args::raw then has exp(score - that one).
-  float* highs;
-  int page_step;      // rows of the maps from a page's summary to the next one; of codes, steps of 16 bytes
-  int parts;          // blocks of a pair
-  bool dense;         // summaries have no gaps between them
-  bool others_later;  // heads that do not choose before attention do so behind it, for the next step
+  int page_step;         // rows of the maps from a page's summary to the next one; of codes, steps of 16 bytes
+  int parts;             // blocks of a pair
+  bool dense;            // summaries have no gaps between them
   // turned_heads comes first; `last` becomes the queries. last: [slot, query head, Dim], null = the flags are there.
   float* last;
   std::int64_t last_slot, last_head;
@@ -79,34 +76,6 @@ struct Room {
 
 using Row = Held<threads, most_pages / threads / 4>;
 
-// What write_tile does, for softmax_mean: each lane has pages `page` and page + 8 of a tile. Exponentials are taken
-// here, where each block has a share of the pages. Their factors come later (load_shares), one for a whole tile.
-template <int Tiles>
-__device__ __forceinline__ void write_shares(const FusedArgs& f, const float (&sum)[Tiles][4], int pair, int tile,
-                                             int page, int n, Softmax (&softmax)[Tiles]) {
-  const page_scores::Args& c = f.choose;
-#pragma unroll
-  for (int t = 0; t < Tiles; ++t) {
-    const int head = 4 * t + static_cast<int>(threadIdx.x) % 4;
-    float x[2], of_lane = 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      x[half] = page + 8 * half < n ? (sum[t][2 * half] + sum[t][2 * half + 1]) * c.scale : -INFINITY;
-    const float high = most_of_lanes<4, 16>(fmaxf(x[0], x[1]));
-    if (head >= c.group) continue;
-    const std::int64_t of_head = std::int64_t{pair} * c.group + head;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (page + 8 * half >= n) continue;
-      const float e = x[half] == high ? 1.f : expf(x[half] - high);
-      c.raw[of_head * c.raw_step + page + 8 * half] = e;
-      of_lane += e;
-    }
-    softmax[t] = page_scores::joined(softmax[t], {high, of_lane});
-    if (threadIdx.x % 32 < 4) f.highs[of_head * (c.raw_step / tile_pages) + tile] = high;
-  }
-}
-
 // Adds the block's part of each query head's softmax to Args::shares, [pair, part, group].
 template <int Tiles>
 __device__ __forceinline__ void put_shares(const page_scores::Args& c, const Softmax (&of_lane)[Tiles], std::int64_t at,
@@ -127,11 +96,10 @@ __device__ __forceinline__ void put_shares(const page_scores::Args& c, const Sof
 
 // The mean of the query heads' softmaxes of n pages, into the thread's entries. factors: shared memory,
 // [most_group, most_tiles].
-__device__ __forceinline__ void load_shares(Row& row, const FusedArgs& f, int pair, int n, Softmax* of_head,
-                                            float* factors) {
+__device__ __forceinline__ void load_shares(Row& row, const page_scores::Args& c, int pair, int parts, int n,
+                                            Softmax* of_head, float* factors) {
   constexpr int together = 4, vectors = Row::each / 4;  // heads whose loads are under way at once
   static_assert(most_parts <= 32 && most_tiles <= threads && tile_pages % 4 == 0);
-  const page_scores::Args& c = f.choose;
   const int lane = threadIdx.x % 32, mine = threadIdx.x, tiles = page_scores::tiles_of(n);
   const std::int64_t first_head = std::int64_t{pair} * c.group;
 #pragma unroll
@@ -144,7 +112,7 @@ __device__ __forceinline__ void load_shares(Row& row, const FusedArgs& f, int pa
 #pragma unroll
     for (int g = 0; g < together; ++g) {
       const std::int64_t at = first_head + head + g;
-      high[g] = on(g) && mine < tiles ? __ldcg(f.highs + at * (c.raw_step / tile_pages) + mine) : 0.f;
+      high[g] = on(g) && mine < tiles ? __ldcg(c.highs + at * (c.raw_step / tile_pages) + mine) : 0.f;
 #pragma unroll
       for (int j = 0; j < vectors; ++j)
         v[g][j] = on(g) && Row::index(4 * j) < n
@@ -153,13 +121,14 @@ __device__ __forceinline__ void load_shares(Row& row, const FusedArgs& f, int pa
     }
     if (head == 0) {
       for (int g = mine / 32; g < c.group; g += warps) {
-        float2 x = {-INFINITY, 0};
-        if (lane < f.parts)
-          x = __ldcg(reinterpret_cast<const float2*>(c.shares + (std::int64_t{pair} * f.parts + lane) * c.group + g));
-        const float most = most_of_lanes(x.x), sum = sum_of_lanes(x.x == most ? x.y : x.y * expf(x.x - most));
-        // A head whose softmax does not exist adds nothing.
-        const bool none = most == -INFINITY || most == INFINITY;
-        if (lane == 0) of_head[g] = {most, none ? 0.f : 1.f / (sum * static_cast<float>(c.group))};
+        Softmax x;
+        if (lane < parts) {
+          const float2 of =
+              __ldcg(reinterpret_cast<const float2*>(c.shares + (std::int64_t{pair} * parts + lane) * c.group + g));
+          x = {of.x, of.y};
+        }
+        x = page_scores::factor_of(x, c.group);
+        if (lane == 0) of_head[g] = x;
       }
       __syncthreads();
     }
@@ -282,280 +251,261 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
               pages = min((tokens + a.page_size - 1) / a.page_size, most_pages);
     const bool turned = f.last && has_turned<Dim>(f, row, slot, kv_head, cosines),
                chooses = f.last ? turned != c.heads.unflagged : f.chooses && c.heads.on(slot, kv_head);
+    const int n = chooses ? page_scores::candidates_of(c, slot, kv_head) : 0;
     const PageEntry* entries = a.table + slot * a.table_slot + kv_head * a.table_head;
 
-    // A second round chooses for the next step.
-#pragma unroll 1
-    for (bool later = false;; later = true) {
-      const int n = chooses || later ? page_scores::candidates_of(c, slot, kv_head) : 0;
-      // Scores of the block's candidates.
-      const int tiles = page_scores::tiles_of(n), first_tile = tiles * part / f.parts,
-                last_tile = tiles * (part + 1) / f.parts;
-      const int summary = static_cast<int>((slot * c.slot_stride + kv_head * c.head_stride) / R::F::step_bytes);
-      const auto copy_tile = [&](int tile, int stage) {
-        if (tile >= last_tile) return;
-        const int page = tile * tile_pages, count = min(tile_pages, n - page), y = summary + page * f.page_step;
-        const unsigned to = my_stages + stage * R::stage_bytes, barrier = my_barriers + 8 * stage;
-        if (lane == 0) barrier_expect(barrier, count * R::page_bytes);
-        if constexpr (InCodes) {
-          const std::byte* from = c.data + std::int64_t{y} * R::F::step_bytes;
-          if (f.dense) {
-            if (lane == 0) bulk_load(to, from, count * R::page_bytes, barrier, policy);
-          } else {
-            __syncwarp();
-            if (lane < count)
-              bulk_load(to + lane * R::page_bytes, from + lane * c.page_stride, R::page_bytes, barrier, policy);
-          }
-        } else if (count == tile_pages && f.dense) {
-          if (lane == 0) bulk_copy_2d(to, &tile_map, 0, y, barrier, policy);
+    // Scores of the block's candidates.
+    const int tiles = page_scores::tiles_of(n), first_tile = tiles * part / f.parts,
+              last_tile = tiles * (part + 1) / f.parts;
+    const int summary = static_cast<int>((slot * c.slot_stride + kv_head * c.head_stride) / R::F::step_bytes);
+    const auto copy_tile = [&](int tile, int stage) {
+      if (tile >= last_tile) return;
+      const int page = tile * tile_pages, count = min(tile_pages, n - page), y = summary + page * f.page_step;
+      const unsigned to = my_stages + stage * R::stage_bytes, barrier = my_barriers + 8 * stage;
+      if (lane == 0) barrier_expect(barrier, count * R::page_bytes);
+      if constexpr (InCodes) {
+        const std::byte* from = c.data + std::int64_t{y} * R::F::step_bytes;
+        if (f.dense) {
+          if (lane == 0) bulk_load(to, from, count * R::page_bytes, barrier, policy);
         } else {
           __syncwarp();
           if (lane < count)
-            bulk_copy_2d(to + lane * R::page_bytes, &page_map, 0, y + lane * f.page_step, barrier, policy);
+            bulk_load(to + lane * R::page_bytes, from + lane * c.page_stride, R::page_bytes, barrier, policy);
         }
-      };
-      const auto after = [](int stage) { return stage + 1 == stages ? 0 : stage + 1; };
-      float* scores = c.scores + row * c.score_row + kv_head * c.score_head;
-      if (n > 0) {
-        for (int i = 0, stage = here.stage; i < stages; ++i, stage = after(stage))
-          copy_tile(first_tile + warp + i * warps, stage);
-        const float* from = c.queries + row * c.query_row + kv_head * c.group * c.query_head;
-        for (int i = threadIdx.x * 4; i < c.group * Dim; i += threads * 4)
-          copy_async16(shared_address(queries + i), from + i / Dim * c.query_head + i % Dim);
-        // Entries of chosen pages are looked up later. They come to the L2 cache meanwhile.
-        constexpr int of_line = 128 / int{sizeof(PageEntry)};
-        for (int page = (part * threads + threadIdx.x) * of_line; page < pages; page += f.parts * threads * of_line)
-          fetch_line(entries + page);
-        wait_copies();
-        __syncthreads();
-        float2 heads[Tiles];
-        if constexpr (InCodes) {
-          page_scores::sum_queries(c, queries, asks);
-          __syncthreads();
-          page_scores::load_heads(c, asks, heads);
-        }
-        page_scores::stage_queries<typename R::F::Element, InCodes>(c, queries, Dim, Tiles, Chunks, fragments, asks);
-        __syncthreads();
-        uint4 b[Tiles][Chunks];
-#pragma unroll
-        for (int t = 0; t < Tiles; ++t)
-#pragma unroll
-          for (int i = 0; i < Chunks; ++i) b[t][i] = fragments[(t * Chunks + i) * 32 + lane];
-        Softmax softmax[Tiles];
-#pragma unroll 1
-        for (int tile = first_tile + warp; tile < last_tile; tile += warps) {
-          barrier_wait(my_barriers + 8 * here.stage, here.odd);
-          float sum[Tiles][4];
-          if constexpr (InCodes)
-            page_scores::multiply_codes(my_stages + here.stage * R::stage_bytes, b, heads, sum);
-          else
-            multiply_tile<T>(my_stages + here.stage * R::stage_bytes, b, sum);
-          __syncwarp();
-          copy_tile(tile + stages * warps, here.stage);
-          here.next(stages);
-          const int page = tile * tile_pages + page_scores::page_of_row<InCodes>(lane / 4);
-          if constexpr (Shares)
-            write_shares(f, sum, pair, tile, page, n, softmax);
-          else
-            page_scores::write_tile<false>(c, sum, row, kv_head, page, n, scores, nullptr, softmax);
-        }
-        if constexpr (Shares) {
-          __syncthreads();
-          put_shares(c, softmax, (std::int64_t{pair} * f.parts + part) * c.group, reinterpret_cast<Softmax*>(memory));
-        }
-      }
-      // The queries' loads of attention end while the block waits for the others.
-      float4 asked[1][Dim / 16];
-      {
-        const float* from = a.queries + row * a.query_row + (kv_head * a.group + min(g, a.group - 1)) * a.query_head;
-#pragma unroll
-        for (int i = 0; i < Dim / 16; ++i)
-          asked[0][i] = *reinterpret_cast<const float4*>(from + Rows::query_element(q, 4 * i));
-      }
-      Rows rows(a, asked, a.group, g, q);
-      __syncthreads();
-      if ((n > 0 || later) && f.parts > 1) {
-        if (threadIdx.x == 0) {
-          add_released(f.scored + pair, 1);
-          if (!later || part == 0) wait_for_value(f.scored + pair, f.parts);
-          if (later && part == 0) f.scored[pair] = 0;
-        }
-        __syncthreads();
-      }
-      if (later && part > 0) break;  // one block of the pair makes the choice
-
-      // The choice, or the list of before.
-      int count;
-      if (chooses || later) {
-        Row held;
-        if constexpr (Shares) {
-          load_shares(held, f, pair, n, of_head, reinterpret_cast<float*>(memory + R::factors_at));
-          // The scores of the block's own pages.
-#pragma unroll
-          for (int i = 0; i < Row::each; ++i)
-            if (const int at = Row::index(i); at < n && at >= first_tile * tile_pages && at < last_tile * tile_pages)
-              scores[at] = held.x[i];
-        } else {
-          held.load(scores, n);
-        }
-        const int pinned = c.newest && n > 0, wanted = min(c.budget_of(row, kv_head), n) - pinned;
-        if (pinned) held.pin(n, [&](int i) { return i == n - 1; });
-        if (pinned + wanted >= n)
-          held.choose_all(n);
-        else if (wanted > 0)
-          held.select_by_halves(wanted, n, select);
-        count = held.write(list, 1, most_pages, select, c.first);
+      } else if (count == tile_pages && f.dense) {
+        if (lane == 0) bulk_copy_2d(to, &tile_map, 0, y, barrier, policy);
       } else {
-        const std::int64_t at = c.list_at(row);
-        count = f.count[at * c.count_row + kv_head * c.count_head];
-        if (count < 0 || count > min(c.room, most_pages)) {
-          if (threadIdx.x == 0 && f.error) atomicOr(f.error, f.bad_count);
-          count = 0;
-        }
-        const std::int32_t* from = f.list + at * c.list_row + kv_head * c.list_head;
-        for (int i = threadIdx.x; i < count; i += threads) {
-          const int page = from[i * c.list_step];
-          if ((page < 0 || page >= pages) && f.error) atomicOr(f.error, f.bad_entry);
-          list[i] = static_cast<std::uint16_t>(min(max(page, 0), max(pages - 1, 0)));
-        }
+        __syncwarp();
+        if (lane < count)
+          bulk_copy_2d(to + lane * R::page_bytes, &page_map, 0, y + lane * f.page_step, barrier, policy);
       }
-      before_bulk_copies();  // they write where the selection has
+    };
+    const auto after = [](int stage) { return stage + 1 == stages ? 0 : stage + 1; };
+    float* scores = c.scores + row * c.score_row + kv_head * c.score_head;
+    if (n > 0) {
+      for (int i = 0, stage = here.stage; i < stages; ++i, stage = after(stage))
+        copy_tile(first_tile + warp + i * warps, stage);
+      const float* from = c.queries + row * c.query_row + kv_head * c.group * c.query_head;
+      for (int i = threadIdx.x * 4; i < c.group * Dim; i += threads * 4)
+        copy_async16(shared_address(queries + i), from + i / Dim * c.query_head + i % Dim);
+      // Entries of chosen pages are looked up later. They come to the L2 cache meanwhile.
+      constexpr int of_line = 128 / int{sizeof(PageEntry)};
+      for (int page = (part * threads + threadIdx.x) * of_line; page < pages; page += f.parts * threads * of_line)
+        fetch_line(entries + page);
+      wait_copies();
       __syncthreads();
-      const auto write_list = [&] {
+      float2 heads[Tiles];
+      if constexpr (InCodes) {
+        page_scores::sum_queries(c, queries, asks);
+        __syncthreads();
+        page_scores::load_heads(c, asks, heads);
+      }
+      page_scores::stage_queries<typename R::F::Element, InCodes>(c, queries, Dim, Tiles, Chunks, fragments, asks);
+      __syncthreads();
+      uint4 b[Tiles][Chunks];
+#pragma unroll
+      for (int t = 0; t < Tiles; ++t)
+#pragma unroll
+        for (int i = 0; i < Chunks; ++i) b[t][i] = fragments[(t * Chunks + i) * 32 + lane];
+      Softmax softmax[Tiles];
+#pragma unroll 1
+      for (int tile = first_tile + warp; tile < last_tile; tile += warps) {
+        barrier_wait(my_barriers + 8 * here.stage, here.odd);
+        float sum[Tiles][4];
+        if constexpr (InCodes)
+          page_scores::multiply_codes(my_stages + here.stage * R::stage_bytes, b, heads, sum);
+        else
+          multiply_tile<T>(my_stages + here.stage * R::stage_bytes, b, sum);
+        __syncwarp();
+        copy_tile(tile + stages * warps, here.stage);
+        here.next(stages);
+        page_scores::write_tile<Shares>(c, sum, row, kv_head,
+                                        tile * tile_pages + page_scores::page_of_row<InCodes>(lane / 4), n, scores,
+                                        nullptr, softmax);
+      }
+      if constexpr (Shares) {
+        __syncthreads();
+        put_shares(c, softmax, (std::int64_t{pair} * f.parts + part) * c.group, reinterpret_cast<Softmax*>(memory));
+      }
+    }
+    // The queries' loads of attention end while the block waits for the others.
+    float4 asked[1][Dim / 16];
+    {
+      const float* from = a.queries + row * a.query_row + (kv_head * a.group + min(g, a.group - 1)) * a.query_head;
+#pragma unroll
+      for (int i = 0; i < Dim / 16; ++i)
+        asked[0][i] = *reinterpret_cast<const float4*>(from + Rows::query_element(q, 4 * i));
+    }
+    Rows rows(a, asked, a.group, g, q);
+    __syncthreads();
+    if (n > 0 && f.parts > 1) {
+      if (threadIdx.x == 0) {
+        add_released(f.scored + pair, 1);
+        wait_for_value(f.scored + pair, f.parts);
+      }
+      __syncthreads();
+    }
+
+    // The choice, or the list of before.
+    int count;
+    if (chooses) {
+      Row held;
+      if constexpr (Shares) {
+        load_shares(held, c, pair, f.parts, n, of_head, reinterpret_cast<float*>(memory + R::factors_at));
+        // The scores of the block's own pages.
+#pragma unroll
+        for (int i = 0; i < Row::each; ++i)
+          if (const int at = Row::index(i); at < n && at >= first_tile * tile_pages && at < last_tile * tile_pages)
+            scores[at] = held.x[i];
+      } else {
+        held.load(scores, n);
+      }
+      const int pinned = c.newest && n > 0, wanted = min(c.budget_of(row, kv_head), n) - pinned;
+      if (pinned) held.pin(n, [&](int i) { return i == n - 1; });
+      if (pinned + wanted >= n)
+        held.choose_all(n);
+      else if (wanted > 0)
+        held.select_by_halves(wanted, n, select);
+      count = held.write(list, 1, most_pages, select, c.first);
+    } else {
+      const std::int64_t at = c.list_at(row);
+      count = f.count[at * c.count_row + kv_head * c.count_head];
+      if (count < 0 || count > min(c.room, most_pages)) {
+        if (threadIdx.x == 0 && f.error) atomicOr(f.error, f.bad_count);
+        count = 0;
+      }
+      const std::int32_t* from = f.list + at * c.list_row + kv_head * c.list_head;
+      for (int i = threadIdx.x; i < count; i += threads) {
+        const int page = from[i * c.list_step];
+        if ((page < 0 || page >= pages) && f.error) atomicOr(f.error, f.bad_entry);
+        list[i] = static_cast<std::uint16_t>(min(max(page, 0), max(pages - 1, 0)));
+      }
+    }
+    before_bulk_copies();  // they write where the selection has
+    __syncthreads();
+    Reading reading;
+    {
+      const Pins& pins = f.pins;
+      reading.pages = pages;
+      reading.sinks = pins.first > 0 ? (min(pins.first, tokens) + a.page_size - 1) / a.page_size : 0;
+      reading.recent = pins.last > 0 ? max(0, tokens - pins.last) / a.page_size : pages;
+      if (pins.newest_page) reading.recent = min(reading.recent, max(0, tokens - 1) / a.page_size);
+      reading.sinks = min(reading.sinks, pages);
+      reading.recent = max(min(reading.recent, pages), reading.sinks);
+      reading.low = reading.sinks > 0 ? below(list, count, reading.sinks) : 0;
+      reading.high = reading.recent < pages ? below(list, count, reading.recent) : count;
+    }
+    const int read_pages = reading.count();
+
+    // Attention to the block's share of the pages.
+    const bool newest = read_pages > 0 && reading.page(list, read_pages - 1) == pages - 1;
+    const int listed = read_pages * a.page_size - (newest ? pages * a.page_size - tokens : 0),
+              units = (listed + unit_tokens - 1) / unit_tokens;
+    const int first = units * part / f.parts + warp, end = units * (part + 1) / f.parts;
+    const int items = first < end ? (end - first + warps - 1) / warps : 0;
+    const int shift = __ffs(a.page_size / unit_tokens) - 1;
+    // Row of the map of the i-th unit of the warp, if the lane is i % 32.
+    const auto locate = [&](int i) {
+      if (i + lane >= items) return 0;
+      const int unit = first + (i + lane) * warps, at = unit >> shift, frame = entries[reading.page(list, at)].frame;
+      if (frame < 0 && f.error) atomicOr(f.error, page_absent);
+      return max(frame, 0) + (unit - (at << shift)) * Rows::unit_rows;
+    };
+    int ahead = locate(0);
+    const auto issue = [&](int i, int stage) {
+      const int y = __shfl_sync(~0u, ahead, i % 32);
+      if (lane == 0)
+        Rows::copy(a, &unit_map, my_stages + stage * R::stage_bytes, y, -1, my_barriers + 8 * stage, policy);
+    };
+    for (int i = 0, stage = here.stage; i < stages && i < items; ++i, stage = after(stage)) issue(i, stage);
+    decode::LaneResult<Dim, 1> result;
+    float(&high)[1][2] = result.high, (&sum)[1][2] = result.sum;
+    high[0][0] = high[0][1] = -INFINITY, sum[0][0] = sum[0][1] = 0;
+    const int tile_row = Rows::token_of(g);
+#pragma unroll 1
+    for (int i = 0; i < items; ++i) {
+      const unsigned at = my_stages + here.stage * R::stage_bytes;
+      const int valid = min(unit_tokens, listed - (first + i * warps) * unit_tokens);
+      barrier_wait(my_barriers + 8 * here.stage, here.odd);
+      float s[1][4];
+      rows.score(at, s);
+      if (valid < unit_tokens)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (tile_row + 8 * (e / 2) >= valid) s[0][e] = -INFINITY;
+      rows.add(at, valid, s, high, sum);
+      const int freed = here.stage, next = i + stages;
+      here.next(stages);
+      __syncwarp();
+      if (next % 32 == 0) ahead = locate(next);
+      if (next < items) issue(next, freed);
+    }
+    rows.finish();
+#pragma unroll
+    for (int t = 0; t < Dim / 16; ++t)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) result.o[0][t][e] = rows.o[0][t][e];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sum[0][h] = sum_of_lanes<4, 16>(sum[0][h]);
+
+    // Results meet: those of the warps in shared memory, those of the blocks in global memory.
+    const auto slot_of = [&](int w) {
+      return decode::Slot<Dim>{reinterpret_cast<float*>(memory + w * stages * R::stage_bytes), a.group};
+    };
+    slot_of(warp).template put<Rows>(result, 0, g, q);
+    __syncthreads();
+    float* const of_pair = a.partial + std::int64_t{pair} * f.parts * 2 * P::floats;
+#pragma unroll 1
+    for (int x = threadIdx.x; x < a.group * (Dim / 4); x += threads) {
+      const int head = x / (Dim / 4);
+      decode::Running r;
+#pragma unroll
+      for (int w = 0; w < warps; ++w) r.high = fmaxf(r.high, slot_of(w).high(head));
+#pragma unroll
+      for (int w = 0; w < warps; ++w) {
+        const decode::Slot<Dim> of_warp = slot_of(w);
+        r.add(of_warp.high(head), of_warp.sum(head), of_warp.chunk(head, x % (Dim / 4)));
+      }
+      if (f.parts == 1) {
+        decode::put_result<T, Dim>(a, pair, x, r);
+        continue;
+      }
+      float* partial = of_pair + part * 2 * P::floats;
+      if (x % (Dim / 4) == 0) reinterpret_cast<float2*>(partial)[head] = make_float2(r.high, r.sum);
+      reinterpret_cast<float4*>(partial + 2 * P::heads)[x] = r.out;
+    }
+    if (f.parts > 1) {
+      __syncthreads();
+      if (threadIdx.x == 0) merges = add_released(f.merged + pair, 1) == f.parts - 1;
+      __syncthreads();
+    }
+    // What others read later: the first block has the least to do at the end.
+    if (part == 0) {
+      if (chooses) {
         const std::int64_t at = c.list_at(row);
         std::int32_t* to = c.list + at * c.list_row + kv_head * c.list_head;
         for (int i = threadIdx.x; i < count; i += threads) to[i * c.list_step] = list[i];
         if (threadIdx.x == 0) c.count[at * c.count_row + kv_head * c.count_head] = count;
-      };
-      if (later) {  // every block of the pair has read the list of before
-        write_list();
-        break;
       }
-      Reading reading;
-      {
-        const Pins& pins = f.pins;
-        reading.pages = pages;
-        reading.sinks = pins.first > 0 ? (min(pins.first, tokens) + a.page_size - 1) / a.page_size : 0;
-        reading.recent = pins.last > 0 ? max(0, tokens - pins.last) / a.page_size : pages;
-        if (pins.newest_page) reading.recent = min(reading.recent, max(0, tokens - 1) / a.page_size);
-        reading.sinks = min(reading.sinks, pages);
-        reading.recent = max(min(reading.recent, pages), reading.sinks);
-        reading.low = reading.sinks > 0 ? below(list, count, reading.sinks) : 0;
-        reading.high = reading.recent < pages ? below(list, count, reading.recent) : count;
+      if (f.last && threadIdx.x == 0) f.turned[slot * f.turned_slot + kv_head * f.turned_head] = turned;
+      if (f.out) {
+        std::int32_t* to = f.out + row * f.out_row + kv_head * f.out_head;
+        for (int i = threadIdx.x; i < read_pages; i += threads) to[i] = reading.page(list, i);
+        if (threadIdx.x == 0) f.out_count[row * f.out_count_row + kv_head] = read_pages;
       }
-      const int read_pages = reading.count();
-
-      // Attention to the block's share of the pages.
-      const bool newest = read_pages > 0 && reading.page(list, read_pages - 1) == pages - 1;
-      const int listed = read_pages * a.page_size - (newest ? pages * a.page_size - tokens : 0),
-                units = (listed + unit_tokens - 1) / unit_tokens;
-      const int first = units * part / f.parts + warp, end = units * (part + 1) / f.parts;
-      const int items = first < end ? (end - first + warps - 1) / warps : 0;
-      const int shift = __ffs(a.page_size / unit_tokens) - 1;
-      // Row of the map of the i-th unit of the warp, if the lane is i % 32.
-      const auto locate = [&](int i) {
-        if (i + lane >= items) return 0;
-        const int unit = first + (i + lane) * warps, at = unit >> shift, frame = entries[reading.page(list, at)].frame;
-        if (frame < 0 && f.error) atomicOr(f.error, page_absent);
-        return max(frame, 0) + (unit - (at << shift)) * Rows::unit_rows;
-      };
-      int ahead = locate(0);
-      const auto issue = [&](int i, int stage) {
-        const int y = __shfl_sync(~0u, ahead, i % 32);
-        if (lane == 0)
-          Rows::copy(a, &unit_map, my_stages + stage * R::stage_bytes, y, -1, my_barriers + 8 * stage, policy);
-      };
-      for (int i = 0, stage = here.stage; i < stages && i < items; ++i, stage = after(stage)) issue(i, stage);
-      decode::LaneResult<Dim, 1> result;
-      float(&high)[1][2] = result.high, (&sum)[1][2] = result.sum;
-      high[0][0] = high[0][1] = -INFINITY, sum[0][0] = sum[0][1] = 0;
-      const int tile_row = Rows::token_of(g);
-#pragma unroll 1
-      for (int i = 0; i < items; ++i) {
-        const unsigned at = my_stages + here.stage * R::stage_bytes;
-        const int valid = min(unit_tokens, listed - (first + i * warps) * unit_tokens);
-        barrier_wait(my_barriers + 8 * here.stage, here.odd);
-        float s[1][4];
-        rows.score(at, s);
-        if (valid < unit_tokens)
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            if (tile_row + 8 * (e / 2) >= valid) s[0][e] = -INFINITY;
-        rows.add(at, valid, s, high, sum);
-        const int freed = here.stage, next = i + stages;
-        here.next(stages);
-        __syncwarp();
-        if (next % 32 == 0) ahead = locate(next);
-        if (next < items) issue(next, freed);
-      }
-      rows.finish();
-#pragma unroll
-      for (int t = 0; t < Dim / 16; ++t)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) result.o[0][t][e] = rows.o[0][t][e];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) sum[0][h] = sum_of_lanes<4, 16>(sum[0][h]);
-
-      // Results meet: those of the warps in shared memory, those of the blocks in global memory.
-      const auto slot_of = [&](int w) {
-        return decode::Slot<Dim>{reinterpret_cast<float*>(memory + w * stages * R::stage_bytes), a.group};
-      };
-      slot_of(warp).template put<Rows>(result, 0, g, q);
-      __syncthreads();
-      float* const of_pair = a.partial + std::int64_t{pair} * f.parts * 2 * P::floats;
-#pragma unroll 1
-      for (int x = threadIdx.x; x < a.group * (Dim / 4); x += threads) {
-        const int head = x / (Dim / 4);
-        decode::Running r;
-#pragma unroll
-        for (int w = 0; w < warps; ++w) r.high = fmaxf(r.high, slot_of(w).high(head));
-#pragma unroll
-        for (int w = 0; w < warps; ++w) {
-          const decode::Slot<Dim> of_warp = slot_of(w);
-          r.add(of_warp.high(head), of_warp.sum(head), of_warp.chunk(head, x % (Dim / 4)));
-        }
-        if (f.parts == 1) {
-          decode::put_result<T, Dim>(a, pair, x, r);
-          continue;
-        }
-        float* partial = of_pair + part * 2 * P::floats;
-        if (x % (Dim / 4) == 0) reinterpret_cast<float2*>(partial)[head] = make_float2(r.high, r.sum);
-        reinterpret_cast<float4*>(partial + 2 * P::heads)[x] = r.out;
-      }
-      if (f.parts > 1) {
-        __syncthreads();
-        if (threadIdx.x == 0) merges = add_released(f.merged + pair, 1) == f.parts - 1;
-        __syncthreads();
-      }
-      // What others read later: the first block has the least to do at the end.
-      if (part == 0) {
-        if (chooses) write_list();
-        if (f.last && threadIdx.x == 0) f.turned[slot * f.turned_slot + kv_head * f.turned_head] = turned;
-        if (f.out) {
-          std::int32_t* to = f.out + row * f.out_row + kv_head * f.out_head;
-          for (int i = threadIdx.x; i < read_pages; i += threads) to[i] = reading.page(list, i);
-          if (threadIdx.x == 0) f.out_count[row * f.out_count_row + kv_head] = read_pages;
-        }
-        if (threadIdx.x == 0 && f.fired.fired && read_pages != pages &&
-            atomicExch(f.fired.last_edit, f.fired.edit) != f.fired.edit)
-          atomicAdd(f.fired.fired, 1ull);
-      }
-      if (f.last && (f.parts == 1 || merges)) {  // all blocks of the head have read them
-        const float* from = c.queries + row * c.query_row + kv_head * c.group * c.query_head;
-        float* to = f.last + slot * f.last_slot + kv_head * c.group * f.last_head;
-        for (int i = threadIdx.x; i < c.group * Dim; i += threads)
-          to[i / Dim * f.last_head + i % Dim] = from[i / Dim * c.query_head + i % Dim];
-      }
-      if (f.parts > 1 && merges) {
-        if (threadIdx.x == 0) {
-          f.merged[pair] = 0;
-          if (chooses) f.scored[pair] = 0;
-        }
-        decode::merge_parts<T, Dim, 1>(a, pair, of_pair, of_pair, f.parts, memory, R::ring_bytes);
-      }
-      if (!Shares || chooses || !f.others_later) break;  // what max and mean need is not worth their registers
-      before_bulk_copies();
-      __syncthreads();
+      if (threadIdx.x == 0 && f.fired.fired && read_pages != pages &&
+          atomicExch(f.fired.last_edit, f.fired.edit) != f.fired.edit)
+        atomicAdd(f.fired.fired, 1ull);
+    }
+    if (f.last && (f.parts == 1 || merges)) {  // all blocks of the head have read them
+      const float* from = c.queries + row * c.query_row + kv_head * c.group * c.query_head;
+      float* to = f.last + slot * f.last_slot + kv_head * c.group * f.last_head;
+      for (int i = threadIdx.x; i < c.group * Dim; i += threads)
+        to[i / Dim * f.last_head + i % Dim] = from[i / Dim * c.query_head + i % Dim];
+    }
+    if (f.parts > 1 && merges) {
+      if (threadIdx.x == 0) f.merged[pair] = f.scored[pair] = 0;
+      decode::merge_parts<T, Dim, 1>(a, pair, of_pair, of_pair, f.parts, memory, R::ring_bytes);
     }
     before_bulk_copies();
     __syncthreads();
@@ -590,7 +540,7 @@ void launch_kernel(FusedArgs f, const CUtensorMap& unit_map, Stream s) {
     const auto rows = static_cast<std::size_t>(pairs) * static_cast<std::size_t>(c.group);
     c.raw = static_cast<float*>(
         fixed_scratch(s.handle(), "chosen scores", rows * static_cast<std::size_t>(c.raw_step) * sizeof(float)));
-    f.highs = static_cast<float*>(fixed_scratch(
+    c.highs = static_cast<float*>(fixed_scratch(
         s.handle(), "chosen highs", rows * static_cast<std::size_t>(c.raw_step / tile_pages) * sizeof(float)));
     c.shares = static_cast<Softmax*>(
         fixed_scratch(s.handle(), "chosen softmax", rows * static_cast<std::size_t>(f.parts) * sizeof(Softmax)));
@@ -660,7 +610,6 @@ static bool attend_chosen_cuda(const AttendArgs& in, const ChosenRead& read, Str
     f.last = t->last.data, f.last_slot = t->last.stride[0], f.last_head = t->last.stride[1];
     f.turned = t->turned.data, f.turned_slot = t->turned.stride[0], f.turned_head = t->turned.stride[1];
     f.threshold = t->threshold;
-    f.others_later = choice->promised;
   }
   if (in.kv.rows == 0) return true;
   page_scores::write_to(f.choose, choice ? choice->choice.budgets : View<const std::int32_t, 2>{}, read.list, 0);

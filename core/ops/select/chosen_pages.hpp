@@ -26,16 +26,11 @@ struct PutOffChoice {
   Stream stream;
   bool forgotten = false;                  // nobody reads the scores any more, and their memory serves others
   std::optional<InjectArgs> injects = {};  // replaces the list afterwards
-  bool promised = false;                   // promise_choice named the other heads
 };
 // The choice that waits, or null. None whose list an experiment replaces.
 const PutOffChoice* put_off_choice();
 // Of the choices that wait, nobody reads scores any more.
 void forget_put_off_scores();
-// A launch has made the choice that promise_choice named for this list. score_pages then leaves it out once.
-void note_promised(const PageList& list);
-// A step begins: nothing is promised any more.
-void forget_promises();
 
 // Makes choices of several layers, CUDA only. Where they differ in nothing but memory at a constant distance from layer
 // to layer, a launch makes those of many rows and layers. Scores go to memory of its own.

@@ -1,5 +1,4 @@
 #include <kvlab/ops.hpp>
-#include <kvlab/promise_choice.hpp>
 
 #include <algorithm>
 #include <cstring>
@@ -131,10 +130,7 @@ void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& s
 
 namespace {
 
-thread_local std::vector<PutOffChoice> waiting;          // more than one: of layers
-thread_local std::vector<const std::int32_t*> promised;  // lists that a launch has made ahead of their choice
-
-bool is_made(const PageList& list) { return std::erase(promised, list.index.data) > 0; }
+thread_local std::vector<PutOffChoice> waiting;  // more than one: of layers
 
 void choose(const PutOffChoice& c) {
   const bool noted = c.out.final && c.out.final->index;
@@ -197,7 +193,6 @@ void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& s
   check_list(kv, out, op);
   if (c.budgets && (c.budgets.extent[0] < kv.rows || c.budgets.extent[1] < kv.kv_heads))
     fail(Errc::internal, op, "got too few page budgets, wanted [row, kv_head]");
-  if (is_made(out)) return;
   std::optional<InjectArgs> injects;
   if (kv.injected && kv.injected->lists) injects = injected(kv, c, out);
   if (s.device() == Device::cuda && may_put_off() && (!injects || may_join_put_off()))
@@ -213,16 +208,6 @@ void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& s
 const PutOffChoice* put_off_choice() {
   return is_put_off(choose_waiting) && !waiting.back().injects ? &waiting.back() : nullptr;
 }
-void promise_choice(const PageChoice& others, const PageList& out) {
-  const PutOffTurns* turns = put_off_turns();
-  if (!turns || !is_put_off(choose_waiting)) return;
-  PutOffChoice& now = waiting.back();
-  const Heads &first = now.choice.heads, &then = others.heads;
-  now.promised = !now.injects && others.rule == GroupRule::softmax_mean && now.out.index.data == out.index.data &&
-                 turns->flags(first) && turns->flags(then) && first.unflagged != then.unflagged;
-}
-void note_promised(const PageList& list) { promised.push_back(list.index.data); }
-void forget_promises() { promised.clear(); }
 void forget_put_off_scores() {
   for (PutOffChoice& c : waiting) c.forgotten = true;
 }

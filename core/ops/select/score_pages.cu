@@ -271,10 +271,12 @@ void page_scores::write_to(Args& a, const View<const std::int32_t, 2>& budgets, 
 // Gives the rule softmax_mean memory for the scores of so many query heads.
 static void make_softmax(Args& a, std::int64_t query_heads, Stream s) {
   if (a.rule != GroupRule::softmax_mean) return;
-  a.raw_step = (a.most_pages + 3) / 4 * 4;
+  a.raw_step = (a.most_pages + tile_pages - 1) / tile_pages * tile_pages;
   const auto scores = static_cast<std::size_t>(query_heads * a.raw_step),
+             tiles = static_cast<std::size_t>(query_heads * (a.raw_step / tile_pages)),
              shares = 2 * most_blocks() * std::size_t(a.group);
   a.raw = static_cast<float*>(fixed_scratch(s.handle(), "page scores", scores * sizeof(float)));
+  a.highs = static_cast<float*>(fixed_scratch(s.handle(), "page score highs", tiles * sizeof(float)));
   a.shares = static_cast<Softmax*>(fixed_scratch(s.handle(), "page softmax", shares * sizeof(Softmax)));
 }
 
@@ -334,7 +336,10 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
     b.slots += begin;
     b.queries += begin * a.query_row;
     b.scores += begin * a.score_row;
-    if (a.raw) b.raw += std::int64_t{begin} * heads * a.raw_step;
+    if (a.raw) {
+      b.raw += std::int64_t{begin} * heads * a.raw_step;
+      b.highs += std::int64_t{begin} * heads * (a.raw_step / tile_pages);
+    }
     if (fused) write_to(b, budgets, *out, begin);
     if (ring)
       launch_ring(b, f16, stream);

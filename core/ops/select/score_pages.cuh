@@ -61,7 +61,10 @@ struct Args {
   std::int64_t slot_stride, head_stride, page_stride;
   float* scores;
   std::int64_t score_row, score_head;
-  float* raw;  // softmax_mean: [row, query head, raw_step] scores of each query head
+  // softmax_mean: [row, query head, tile] the highest score of each tile of pages, and [row, query head, raw_step]
+  // exp(score - that one). So exponentials are taken where a block has a share of the pages, and each has one factor
+  // for a whole tile later. Kernels without tiles keep scores in `raw`.
+  float *highs, *raw;
   int raw_step;
   Softmax* shares;  // softmax_mean: [block, 2, group] of the heads that a block shares with the one before and after it
   const std::int32_t* budgets;
@@ -297,19 +300,41 @@ __device__ __forceinline__ void multiply_codes(unsigned from, const uint4 (&b)[T
 
 // Writes the scores of pages `page` and page + 8 to `scores` and, unless it is null, to `own`. The lane's sums of a
 // tile lie as in C: column 2 h is query head h with the rounded query, and column 2 h + 1 with the rest. Where the rule
-// is softmax_mean, scores of the query heads go to Args::raw instead, and softmax[t] covers those of head 4 t + lane
-// % 4. MayBeRaw: false = another rule.
+// is softmax_mean, Args::highs and Args::raw get them instead, and softmax[t] covers those of head 4 t + lane % 4.
+// MayBeRaw: false = another rule.
 template <bool MayBeRaw = true, int Tiles>
 __device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Tiles][4], int row, int kv_head, int page,
                                            int pages, float* scores, float* own, Softmax (&softmax)[Tiles]) {
   const int quarter = threadIdx.x % 4;
-  const bool raw = MayBeRaw && a.rule == GroupRule::softmax_mean;
+  const auto there = [&](int half) { return page + 8 * half < pages; };
+  if (MayBeRaw && a.rule == GroupRule::softmax_mean) {
+#pragma unroll
+    for (int t = 0; t < Tiles; ++t) {
+      float x[2], of_lane = 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        x[half] = there(half) ? (sum[t][2 * half] + sum[t][2 * half + 1]) * a.scale : -INFINITY;
+      const float high = cuda::most_of_lanes<4, 16>(fmaxf(x[0], x[1]));
+      const int head = t * 4 + quarter;
+      if (head >= a.group) continue;
+      const std::int64_t at = (std::int64_t{row} * a.kv_heads + kv_head) * a.group + head;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (!there(half)) continue;
+        const float share = x[half] == high ? 1.f : expf(x[half] - high);
+        a.raw[at * a.raw_step + page + 8 * half] = share;
+        of_lane += share;
+      }
+      softmax[t] = joined(softmax[t], {high, of_lane});
+      if (threadIdx.x % 32 < 4) a.highs[at * (a.raw_step / tile_pages) + page / tile_pages] = high;
+    }
+    return;
+  }
   const float none = a.rule == GroupRule::max ? -INFINITY : 0.f;
   float best[2] = {none, none};
 #pragma unroll
   for (int t = 0; t < Tiles; ++t) {
-    const int head = t * 4 + quarter;
-    if (head >= a.group) continue;
+    if (t * 4 + quarter >= a.group) continue;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float x = sum[t][2 * half] + sum[t][2 * half + 1];
@@ -317,14 +342,8 @@ __device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Til
         best[half] = fmaxf(best[half], x);
       else
         best[half] += x;
-      if (raw && page + 8 * half < pages) {
-        const float scaled = x * a.scale;
-        a.raw[((std::int64_t{row} * a.kv_heads + kv_head) * a.group + head) * a.raw_step + page + 8 * half] = scaled;
-        softmax[t] = joined(softmax[t], {scaled, 1});
-      }
     }
   }
-  if (raw) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     best[half] =
@@ -334,7 +353,7 @@ __device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Til
   if (quarter != 0) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    if (page + 8 * half < pages) {
+    if (there(half)) {
       scores[page + 8 * half] = best[half];
       if (own) own[page + 8 * half] = best[half];
     }
@@ -361,40 +380,30 @@ __device__ __forceinline__ void join_block(const Args& a, const Softmax (&of_lan
   out[head] = x;
 }
 
-// Makes the head's scores, the mean of its query heads' softmaxes, of their scores in Args::raw. `own` is null or
-// shared memory that gets them too. of_block: the query heads' Softmax, where the block has the whole head.
-template <class Line>
-__device__ __noinline__ inline void softmax_mean(const Args& a, const Line& line, int begin, int first_block, int parts,
-                                                 int row, int kv_head, int pages, float* out, float* own,
-                                                 Softmax* of_block) {
-  const int lane = threadIdx.x % 32;
-  for (int g = threadIdx.x / 32; g < a.group; g += warps) {
-    Softmax x;
-    if (parts == 1)
-      x = of_block[g];
-    else
-      for (int part = lane; part < parts; part += 32) {
-        const float2 of = __ldcg(
-            reinterpret_cast<const float2*>(a.shares + place_of_share(line, begin, first_block + part, a.group) + g));
-        x = joined(x, {of.x, of.y});
-      }
-    if (parts > 1) x = joined_lanes<1>(x);
-    __syncwarp();
-    // A head whose softmax does not exist adds nothing.
-    const bool none = x.high == -INFINITY || x.high == INFINITY;
-    if (lane == 0) of_block[g] = {x.high, none ? 0.f : 1.f / (x.sum * static_cast<float>(a.group))};
-  }
-  __syncthreads();
-  const float* raw = a.raw + (std::int64_t{row} * a.kv_heads + kv_head) * a.group * a.raw_step;
+// The Softmax of all parts of a head, of its parts in the lanes: the highest, and what an exponential is to be
+// multiplied with. A head whose softmax does not exist adds nothing.
+__device__ __forceinline__ Softmax factor_of(Softmax of_lane, int group) {
+  const float high = cuda::most_of_lanes(of_lane.high),
+              sum = cuda::sum_of_lanes(of_lane.high == high ? of_lane.sum : of_lane.sum * expf(of_lane.high - high));
+  const bool none = high == -INFINITY || high == INFINITY;
+  return {high, none ? 0.f : 1.f / (sum * static_cast<float>(group))};
+}
+
+// Makes the head's scores, the mean of its query heads' softmaxes, of their parts in `raw` and `highs`, which are the
+// head's in Args. `own` is null or shared memory that gets them too. of_block: the query heads' factor_of.
+__device__ __noinline__ inline void softmax_mean(const float* raw, const float* highs, int raw_step, int group,
+                                                 int pages, float* out, float* own, const Softmax* of_block) {
   for (int p = 4 * static_cast<int>(threadIdx.x); p < pages; p += 4 * threads) {
     float sum[4] = {};
 #pragma unroll 4
-    for (int g = 0; g < a.group; ++g) {
-      const float4 v = __ldcg(reinterpret_cast<const float4*>(raw + g * a.raw_step + p));
-      const auto [high, factor] = of_block[g];
+    for (int g = 0; g < group; ++g) {
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(raw + g * raw_step + p));
+      const float high = __ldcg(highs + g * (raw_step / tile_pages) + p / tile_pages);
+      const auto [most, factor] = of_block[g];
       if (factor == 0) continue;
-      sum[0] += expf(v.x - high) * factor, sum[1] += expf(v.y - high) * factor;
-      sum[2] += expf(v.z - high) * factor, sum[3] += expf(v.w - high) * factor;
+      const float of_tile = expf(high - most) * factor;
+      if (of_tile == 0) continue;
+      sum[0] += v.x * of_tile, sum[1] += v.y * of_tile, sum[2] += v.z * of_tile, sum[3] += v.w * of_tile;
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e)
@@ -466,8 +475,25 @@ __device__ __forceinline__ void end_head(const Args& a, const Line& line, int pa
     if (!merges) return;
   }
   if (raw) {
-    softmax_mean(a, line, begin, first_block, parts, row, kv_head, pages,
-                 a.scores + row * a.score_row + kv_head * a.score_head, a.list ? stage : nullptr, of_block);
+    const int lane = threadIdx.x % 32;
+    for (int g = threadIdx.x / 32; g < a.group; g += warps) {
+      Softmax x;
+      if (parts == 1) {
+        if (lane == 0) x = of_block[g];
+      } else {
+        for (int part = lane; part < parts; part += 32) {
+          const float2 of = __ldcg(
+              reinterpret_cast<const float2*>(a.shares + place_of_share(line, begin, first_block + part, a.group) + g));
+          x = joined(x, {of.x, of.y});
+        }
+      }
+      x = factor_of(x, a.group);
+      if (lane == 0) of_block[g] = x;
+    }
+    __syncthreads();
+    const std::int64_t first_head = (std::int64_t{row} * a.kv_heads + kv_head) * a.group;
+    softmax_mean(a.raw + first_head * a.raw_step, a.highs + first_head * (a.raw_step / tile_pages), a.raw_step, a.group,
+                 pages, a.scores + row * a.score_row + kv_head * a.score_head, a.list ? stage : nullptr, of_block);
     __threadfence_block();
     __syncthreads();
   }
