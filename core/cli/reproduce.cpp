@@ -34,6 +34,8 @@ namespace fs = std::filesystem;
 namespace kvlab {
 namespace {
 
+using papers::Chosen;
+
 constexpr const char* where = "kvlab reproduce";
 const std::string profile_word = "profile:";  // begins the word of a process that makes one profile
 
@@ -58,25 +60,6 @@ std::string list_text(const std::vector<papers::Paper>& all, const std::string& 
     }
   }
   return out;
-}
-
-struct Chosen {
-  const papers::Paper* paper;
-  const papers::Item* item;
-  std::string name() const { return paper->name + "/" + item->name; }
-};
-
-Chosen choose(const std::vector<papers::Paper>& all, const std::string& name) {
-  std::vector<std::string> known;
-  for (const papers::Paper& paper : all)
-    for (const papers::Item& item : paper.items) {
-      known.push_back(paper.name + "/" + item.name);
-      if (name == known.back()) return {&paper, &item};
-    }
-  throw Error(Errc::config,
-              fmt::format("got '{}', wanted a table or figure{}: `kvlab reproduce` lists them", name,
-                          did_you_mean(name, known)),
-              where);
 }
 
 // The model as `--set` spells it. A path starts at the current folder, as for `kvlab generate`.
@@ -225,17 +208,10 @@ class Reproduction {
     return results::head_overlap(profiles, format);
   }
 
-  bool reads_parts() const {
-    for (const papers::PublishedRow& row : chosen_.item->rows)
-      for (const papers::Published& p : row.values)
-        if (!p.reading.parts.empty()) return true;
-    return false;
-  }
-
   papers::OurRun read_run(const Run& run, const std::string& file) const {
     std::set<std::string> tasks;
     for (const TaskSpec& task : run.loaded->experiment.tasks) tasks.insert(task_label(task));
-    return papers::read_run(file, tasks.size(), reads_parts());
+    return papers::read_run(file, tasks.size(), papers::reads_parts(*chosen_.item));
   }
 
   papers::Ours ours() const {
@@ -449,7 +425,7 @@ int reproduce(const ReproduceOptions& o) {
   if (!o.adapter.empty() && o.model.empty())
     throw Error(Errc::config, "got --adapter, wanted --model beside it", where);
   std::vector<Chosen> chosen;
-  for (const std::string& name : o.items) chosen.push_back(choose(all, name));
+  for (const std::string& name : o.items) chosen.push_back(papers::choose(all, name, where));
   return Items(o, chosen, tree).run();
 }
 

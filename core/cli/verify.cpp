@@ -5,12 +5,16 @@
 #include <algorithm>
 #include <filesystem>
 #include <kvlab/error.hpp>
+#include <set>
 
 #include "base/log.hpp"
 #include "base/sha256.hpp"
 #include "base/stop.hpp"
 #include "base/text.hpp"
+#include "cli/shared_files.hpp"
 #include "experiment/document.hpp"
+#include "experiment/variants.hpp"
+#include "papers/beside.hpp"
 #include "plugin/callback.hpp"
 #include "result/profile_file.hpp"
 #include "result/report_layout.hpp"
@@ -59,9 +63,46 @@ std::string shown(const Compared& line, const std::string& text) {
   return hash && line.finding != Finding::differs ? text.substr(0, digits) : one_line(text);
 }
 
-std::string table_of(const std::vector<Compared>& lines, const std::string& title, results::Format format) {
+// A paper's values beside what the file has.
+struct Published {
+  std::string item;
   results::ReportPage page;
-  results::ReportTable& table = page.tables.emplace_back();
+};
+
+// Those of the experiment that made the file, or of the item that the user names.
+std::vector<Published> published_of(const VerifyOptions& options, const std::string& experiment_file,
+                                    const Experiment& experiment) {
+  const fs::path folder = "analysis/papers";
+  std::vector<papers::Paper> all;
+  try {
+    all = papers::read_papers(shared_files(folder, "kvlab verify") / folder);
+  } catch (const Error&) {
+    if (!options.paper.empty()) throw;
+    return {};  // an installation without papers
+  }
+  std::vector<papers::Chosen> chosen = papers::items_of(all, experiment_file);
+  if (!options.paper.empty()) chosen = {papers::choose(all, options.paper, "--paper")};
+  std::set<std::string> tasks;
+  for (const TaskSpec& task : experiment.tasks) tasks.insert(task_label(task));
+  std::vector<Published> out;
+  for (const papers::Chosen& one : chosen) {
+    const papers::OurRun run = papers::read_run(options.file, tasks.size(), papers::reads_parts(*one.item));
+    results::ReportPage page = papers::beside_run(one, fs::path(experiment_file).stem().string(), run);
+    if (page.tables.size() > 1)
+      out.push_back({one.name(), std::move(page)});
+    else if (!options.paper.empty())
+      throw Error(Errc::config,
+                  fmt::format("got the result of '{}', wanted that of {}: {} has no value for another one",
+                              experiment_file, join(one.item->run, " or "), one.name()),
+                  options.file);
+  }
+  return out;
+}
+
+std::string table_of(const std::vector<Compared>& lines, const std::vector<Published>& published,
+                     const std::string& title, results::Format format) {
+  results::ReportPage page;
+  results::ReportTable table;
   table.title = title;
   table.header = {"what", "recorded", "here", "finding"};
   table.text_columns = table.header.size();
@@ -69,7 +110,18 @@ std::string table_of(const std::vector<Compared>& lines, const std::string& titl
   for (const Compared& line : lines)
     table.rows.push_back({one_line(line.what), csv ? line.recorded : shown(line, line.recorded),
                           csv ? line.here : shown(line, line.here), name_of(line.finding)});
-  return csv ? results::render_csv(table) : results::render(page, format);
+  if (!csv) {
+    page.tables.push_back(std::move(table));
+    std::string out = results::render(page, format);
+    for (const Published& one : published) out += "\n" + results::render(one.page, format);
+    return out;
+  }
+  for (const Published& one : published)  // row, column, published, ours, interval, verdict
+    for (const std::vector<std::string>& cells : one.page.tables.back().rows)
+      table.rows.push_back({fmt::format("{}: {}, {}", one.item, cells[0], cells[1]),
+                            cells[4] == "-" ? cells[3] : fmt::format("{} ({})", cells[3], cells[4]), cells[2],
+                            cells[5]});
+  return results::render_csv(table);
 }
 
 }  // namespace
@@ -78,6 +130,8 @@ void add_verify_options(CLI::App* command, VerifyOptions& options) {
   command->add_option("FILE", options.file, "result file (HDF5), also of a run under way")->required();
   command->add_option("--experiment", options.experiment,
                       "the experiment's file here: relative paths start at its folder, and its text is compared");
+  command->add_option("--paper", options.paper,
+                      "PAPER/ITEM: the published values to set beside the file's, in place of its experiment's");
   command->add_option("--format", options.format, "table, md, csv or latex")->capture_default_str();
   command->add_option("--plugin-path", options.plugin_path, "folder or library of plugins, searched first; repeatable")
       ->allow_extra_args(false);
@@ -100,10 +154,13 @@ int verify(const VerifyOptions& options) {
   for (const std::string& place : plugin_path_of(document)) places.emplace_back(place);
   Registry registry(places);
   const RegistryCatalog catalog(registry);
+  const Experiment experiment = read_experiment(document, catalog);
+  const std::vector<Published> values = published_of(
+      options, options.experiment.empty() ? info.experiment_file : fs::absolute(options.experiment).string(), experiment);
   std::vector<Compared> lines{compare_text(document, !options.experiment.empty())};
-  const std::vector<Compared> others = compare_with_tree(options.file, read_experiment(document, catalog), catalog);
+  const std::vector<Compared> others = compare_with_tree(options.file, experiment, catalog);
   lines.insert(lines.end(), others.begin(), others.end());
-  fmt::print("{}", table_of(lines, options.file + " against this tree", format));
+  fmt::print("{}", table_of(lines, values, options.file + " against this tree", format));
   const auto differs = [](const Compared& line) { return line.counts && line.finding == Finding::differs; };
   return std::ranges::any_of(lines, differs) ? 1 : 0;
 }

@@ -335,16 +335,22 @@ results::ReportTable setting_table(const Item& item, const Ours& ours) {
   return table;
 }
 
-results::ReportTable value_table(const std::string& title, const Item& item, const Ours& ours, results::Notes* notes) {
+bool of_profile(const Reading& r) { return r.read == "shared_heads" || r.read.starts_with("array_"); }
+
+// stem: values of this run alone; empty: all.
+results::ReportTable value_table(const Item& item, const Ours& ours, results::Notes* notes,
+                                 const std::string& stem = "") {
   results::ReportTable table;
-  table.title = title;
+  table.title = item.title;
   table.header = {"row", "column", "published", "ours", "95 %", "verdict"};
   table.text_columns = 2;
   for (const PublishedRow& row : item.rows) {
+    if (!stem.empty() && !row.missing.empty()) continue;
     const std::string name = row.name + (row.missing.empty() || !notes ? "" : notes->mark(row.missing));
     for (std::size_t c = 0; c < row.values.size(); ++c) {
       const Published& p = row.values[c];
       if (!measured(p.value)) continue;
+      if (!stem.empty() && (of_profile(p.reading) || (!p.reading.run.empty() && p.reading.run != stem))) continue;
       const std::string column = item.columns[c] + (p.reading.unit.empty() ? "" : " [" + p.reading.unit + "]");
       if (!row.missing.empty()) {
         table.rows.push_back({name, column, printed(p.value), "-", "-", "cannot run"});
@@ -386,8 +392,7 @@ std::map<std::string, double> mean_parts(const results::CellResult& cell) {
 }
 
 OurValue our_value(const Reading& r, const Ours& ours) {
-  if (r.read == "shared_heads") return shared_heads(r, ours);
-  if (r.read.starts_with("array_")) return of_array(r, ours);
+  if (of_profile(r)) return r.read == "shared_heads" ? shared_heads(r, ours) : of_array(r, ours);
   OurValue out;
   out.why = "not run";
   if (r.run.empty() && ours.runs.size() > 1) out.why = "no run is named";
@@ -413,18 +418,37 @@ OurValue our_value(const Reading& r, const Ours& ours) {
   return out;
 }
 
-results::ReportPage beside(const std::string& paper, const Item& item, const Ours& ours) {
+bool reads_parts(const Item& item) {
+  return std::ranges::any_of(item.rows, [](const PublishedRow& row) {
+    return std::ranges::any_of(row.values, [](const Published& p) { return !p.reading.parts.empty(); });
+  });
+}
+
+namespace {
+
+results::ReportPage page_of(const std::string& paper, const Item& item, const Ours& ours, const std::string& stem) {
   results::ReportPage page;
   page.origins = {paper + "/" + item.name + ": " + item.title};
   results::Notes notes(page.notes);
   page.tables.push_back(setting_table(item, ours));
-  if (!item.rows.empty()) page.tables.push_back(value_table(item.title, item, ours, &notes));
+  results::ReportTable values = value_table(item, ours, &notes, stem);
+  if (!values.rows.empty()) page.tables.push_back(std::move(values));
   for (const std::string& note : item.notes) notes.mark(note);
   return page;
 }
 
+}  // namespace
+
+results::ReportPage beside(const std::string& paper, const Item& item, const Ours& ours) {
+  return page_of(paper, item, ours, "");
+}
+
+results::ReportPage beside_run(const Chosen& chosen, const std::string& stem, const OurRun& run) {
+  return page_of(chosen.paper->name, *chosen.item, {{{stem, run}}, {}}, stem);
+}
+
 std::string beside_csv(const Item& item, const Ours& ours) {
-  return results::render_csv(value_table(item.title, item, ours, nullptr));
+  return results::render_csv(value_table(item, ours, nullptr));
 }
 
 }  // namespace kvlab::papers

@@ -42,8 +42,14 @@ std::map<std::string, double> mean_parts(const results::CellResult& cell);
 
 OurValue our_value(const Reading& reading, const Ours& ours);
 
+// Whether the item has values of a step's parts, for which `read_run` has to read them.
+bool reads_parts(const Item& item);
+
 // The item's settings beside what ran here, then each published value beside ours.
 results::ReportPage beside(const std::string& paper, const Item& item, const Ours& ours);
+// The same for one run of the item, named by its stem. Values of other runs and of profiles are left out, and so are
+// rows that cannot run. Only the table of settings where no value is left.
+results::ReportPage beside_run(const Chosen& chosen, const std::string& stem, const OurRun& run);
 // The values as csv: row, column, published value, ours, the interval, verdict.
 std::string beside_csv(const Item& item, const Ours& ours);
 

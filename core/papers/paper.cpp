@@ -121,4 +121,26 @@ std::vector<Paper> read_papers(const std::filesystem::path& folder) {
   return out;
 }
 
+Chosen choose(const std::vector<Paper>& papers, const std::string& name, const char* where) {
+  std::vector<std::string> known;
+  for (const Paper& paper : papers)
+    for (const Item& item : paper.items) {
+      known.push_back(Chosen{&paper, &item}.name());
+      if (name == known.back()) return {&paper, &item};
+    }
+  throw Error(Errc::config,
+              fmt::format("got '{}', wanted a table or figure{}: `kvlab reproduce` lists them", name,
+                          did_you_mean(name, known)),
+              where);
+}
+
+std::vector<Chosen> items_of(const std::vector<Paper>& papers, const std::string& experiment_file) {
+  std::vector<Chosen> out;
+  for (const Paper& paper : papers)
+    for (const Item& item : paper.items)
+      if (std::ranges::any_of(item.run, [&](const std::string& run) { return experiment_file.ends_with("/" + run); }))
+        out.push_back({&paper, &item});
+  return out;
+}
+
 }  // namespace kvlab::papers

@@ -50,4 +50,16 @@ Paper read_paper(const std::filesystem::path& file);
 // All papers of the folder, by name. Errc::io when there is none.
 std::vector<Paper> read_papers(const std::filesystem::path& folder);
 
+// An item with its paper. It points into a list of papers.
+struct Chosen {
+  const Paper* paper;
+  const Item* item;
+  std::string name() const { return paper->name + "/" + item->name; }
+};
+
+// The item of a name such as "leankv/table1". Errc::config from `where` for any other name.
+Chosen choose(const std::vector<Paper>& papers, const std::string& name, const char* where);
+// The items that run the experiment of this file: its path ends with theirs, so the tree's place does not matter.
+std::vector<Chosen> items_of(const std::vector<Paper>& papers, const std::string& experiment_file);
+
 }  // namespace kvlab::papers

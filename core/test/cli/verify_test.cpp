@@ -232,6 +232,58 @@ TEST_CASE("verify reads the experiment of the file, and compares the one that st
   CHECK(found.at("prompts") == "same");
 }
 
+TEST_CASE("verify sets a paper's values beside those of the experiment that it names: inside the interval or not") {
+  const Folder tree;  // kvlab with a paper of its own
+  for (const char* name : {"bin", "share/kvlab/analysis/papers", "share/kvlab/experiments"})
+    fs::create_directories(tree / name);
+  fs::copy_file(test::build_root() / "bin/kvlab", tree / "bin/kvlab");
+  fs::create_directory_symlink(test::build_root() / "lib", tree / "lib");
+  const fs::path share = tree / "share/kvlab";
+  fs::copy(test::source_root() / "core/test/golden/tiny/llama-gqa3", share / "experiments/m");
+  std::ofstream(share / "experiments/t.txt") << prose(400, 100);
+  for (const char* stem : {"one", "two"})
+    std::ofstream(share / "experiments" / (std::string(stem) + ".yaml")) << text_experiment;
+  const std::string file = tree / "o.h5";
+  const auto kvlab = [&](std::vector<std::string> words) {
+    words.insert(words.begin(), tree / "bin/kvlab");
+    return test::Child(words).wait();
+  };
+  // prose() repeats itself, so each text is drawn of its own place; intervals need several.
+  const Ended ran = kvlab({"run", (share / "experiments/one.yaml").string(), "-o", file, "--set", "text.samples=6",
+                           "--set", "text.prefix=24"});
+  CAPTURE(ran.said);
+  REQUIRE(ran.code == 0);
+  const results::SummaryRow full = results::read_summary(file).rows.front();
+  REQUIRE(full.policy == "full");
+  REQUIRE(full.score_lo < full.score_hi);
+  std::ofstream(share / "analysis/papers/paper.yaml")
+      << "title: T\nsource: S\nsetting: {model: theirs}\nitems:\n"
+         "  table1:\n    title: Scores\n    kind: quality\n    run: [experiments/one.yaml, experiments/two.yaml]\n"
+         "    values:\n      policy: full\n      columns: {t: {}}\n      rows:\n"
+      << "        middle: {run: one, values: [" << (full.score_lo + full.score_hi) / 2 << "]}\n"
+      << "        far: {run: one, values: [" << full.score_hi * 2 << "]}\n"
+      << "        other run: {run: two, values: [1]}\n        no code: {missing: unknown, values: [1]}\n"
+         "  table2:\n    title: Others\n    kind: quality\n    run: [experiments/two.yaml]\n"
+         "    values: {policy: full, columns: {t: {}}, rows: {r: {run: two, values: [1]}}}\n";
+  const Ended table = kvlab({"verify", file});
+  CAPTURE(table.said);
+  CHECK(table.code == 0);  // the published values are no part of the tree's sameness
+  CHECK_THAT(table.said, Contains("paper/table1: Scores") && Contains("theirs") && Contains("inside") &&
+                             Contains("ours is lower") && !Contains("other run") && !Contains("no code") &&
+                             !Contains("paper/table2"));
+  const Ended csv = kvlab({"verify", file, "--format", "csv"});
+  CAPTURE(csv.said);
+  CHECK_THAT(csv.said, Contains("\n\"paper/table1: middle, t\",") && Contains(",inside\n") &&
+                           Contains("\n\"paper/table1: far, t\",") && Contains(",ours is lower\n"));
+  CHECK(kvlab({"verify", file, "--paper", "paper/table1"}).said == table.said);
+  const Ended none = kvlab({"verify", file, "--paper", "paper/table2"});
+  CHECK(none.code == 2);
+  CHECK_THAT(none.said, Contains("wanted that of experiments/two.yaml"));
+  const Ended misspelt = kvlab({"verify", file, "--paper", "paper/tabel1"});
+  CHECK(misspelt.code == 2);
+  CHECK_THAT(misspelt.said, Contains("did you mean 'paper/table1'"));
+}
+
 TEST_CASE("verify says what an earlier file does not record, and refuses what is no result file") {
   const fs::path data = test::source_root() / "analysis/testdata";
   const Ended earlier = test::run_kvlab({"verify", (data / "small.h5").string()});

@@ -185,6 +185,45 @@ TEST_CASE("the page says of each value whether the paper's lies in our interval"
   CHECK(beside_csv(item, one_run({})).find("\nabsent,t1,1,-,-,cannot run\n") != std::string::npos);
 }
 
+TEST_CASE("of one run alone, values of other runs, of profiles and of rows that cannot run are left out") {
+  Paper paper;
+  paper.name = "known";
+  Item& item = paper.items.emplace_back();
+  item.name = "table1", item.title = "Scores", item.run = {"experiments/known/one.yaml", "experiments/known/two.yaml"};
+  item.columns = {"t1"};
+  const auto row = [&](const std::string& name, const std::string& run, const std::string& read) -> PublishedRow& {
+    item.rows.push_back({name, "", {{0.45, reading("mine")}}});
+    item.rows.back().values[0].reading.run = run, item.rows.back().values[0].reading.read = read;
+    return item.rows.back();
+  };
+  row("own", "one", "score"), row("any", "", "score"), row("other", "two", "score"), row("heads", "", "array_mean");
+  row("absent", "one", "score").missing = "no code";
+  row("parts", "two", "part_ms");
+  CHECK_FALSE(reads_parts(item));
+  item.rows.back().values[0].reading.parts = {"gemm"};
+  CHECK(reads_parts(item));
+  const OurRun run = one_run({cell("mine", "t1", 0.4, 4)}).runs["table1"];
+  const auto names = [&](const std::string& stem) {
+    const results::ReportPage page = beside_run({&paper, &item}, stem, run);
+    std::vector<std::string> out;
+    for (std::size_t t = 1; t < page.tables.size(); ++t)
+      for (const auto& cells : page.tables[t].rows) out.push_back(cells[0] + ": " + cells.back());
+    return out;
+  };
+  CHECK(names("one") == std::vector<std::string>{"own: inside", "any: inside"});
+  item.rows.erase(item.rows.begin(), item.rows.begin() + 2);
+  CHECK(names("one").empty());
+
+  // The experiment's path ends with that of the item, wherever the tree is.
+  const std::vector<Paper> papers{paper};
+  REQUIRE(items_of(papers, "/elsewhere/experiments/known/two.yaml").size() == 1);
+  CHECK(items_of(papers, "/elsewhere/experiments/known/two.yaml").front().name() == "known/table1");
+  CHECK(items_of(papers, "/elsewhere/more_experiments/known/two.yaml").empty());
+  CHECK(items_of(papers, "").empty());
+  CHECK(choose(papers, "known/table1", "test").item->title == "Scores");
+  CHECK_THROWS_WITH(choose(papers, "known/tabel1", "test"), Catch::Contains("did you mean 'known/table1'"));
+}
+
 TEST_CASE("parts of a step are means over decode steps") {
   results::CellResult log;
   log.parts = {"gemm", "score", "select"};
