@@ -29,7 +29,7 @@ if LACKING:
     print(f"skipped: no {', '.join(LACKING)}")
     sys.exit(0)
 
-from kvlab_results import data, draw, experiment, of_cells, of_results, report, style  # noqa: E402
+from kvlab_results import data, differences, draw, experiment, of_cells, of_results, report, style  # noqa: E402
 
 DATA = HERE / "testdata"
 SMALL, TRACE, SERVED, SYNTHETIC, HEADS = (DATA / f"{n}.h5" for n in ("small", "trace", "served", "synthetic", "heads"))
@@ -192,6 +192,7 @@ class Whole(WithFolder):
     def test_every_figure_but_the_ladder_is_there(self):
         wanted = [
             "results",
+            "against",
             "quality",
             "needle",
             "latency",
@@ -541,6 +542,172 @@ class Content(WithFolder):
         self.assertEqual((page.wrong, page.all("script")), ([], []))
         self.assertGreater(page.text.count(EVIL), 10)
         self.assertIn("steps", page.sections)
+
+
+class Differences(WithFolder):
+    """Tests and intervals against exact fractions, and against scipy where it is installed."""
+
+    GOLDEN = json.loads((HERE.parent / "core/test/golden/paired.json").read_text())
+
+    def pairs(self, both, lost, won, neither):
+        kinds = ((both, 1, 1), (lost, 0, 1), (won, 1, 0), (neither, 0, 0))
+        scores = [(own, other) for count, own, other in kinds for _ in range(count)]
+        return [differences.Pair(i, own, other, 1) for i, (own, other) in enumerate(scores)]
+
+    def test_p_is_that_of_exact_fractions(self):
+        for known in self.GOLDEN["mcnemar"]:
+            found = differences.difference_of(self.pairs(3, known["lost"], known["won"], 2))
+            self.assertTrue(found.mcnemar)
+            self.assertAlmostEqual(found.p, known["p"], 12)
+            self.assertEqual((found.both, found.lost, found.won, found.neither), (3, known["lost"], known["won"], 2))
+        for known in self.GOLDEN["sign_flips"]:  # the last one is drawn
+            self.assertAlmostEqual(differences.sign_flip_p(known["sums"]), known["p"], 3 if len(known["sums"]) > 16 else 12)
+        for known in self.GOLDEN["detectable"]:
+            self.assertAlmostEqual(differences.detectable_share(known["n"], known["churn"]), known["x"], 9)
+
+    def test_draws_are_those_of_splitmix(self):
+        """Worked out with whole numbers of any length."""
+        whole = (1 << 64) - 1
+
+        def mix(z):
+            z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & whole
+            z = (z ^ z >> 27) * 0x94D049BB133111EB & whole
+            return z ^ z >> 31
+
+        state = mix(differences.SEED) ^ mix(~7 & whole)
+        wanted = [mix(state + (i + 1) * 0x9E3779B97F4A7C15 & whole) for i in range(5)]
+        self.assertEqual(differences.draws(7, 5).tolist(), wanted)
+
+    @unittest.skipUnless(importlib.util.find_spec("scipy"), "no scipy")
+    def test_scipy_agrees(self):
+        from scipy import stats
+
+        for freedom in (1, 2, 3.7, 9, 80.5, 1e4):
+            self.assertAlmostEqual(differences.t_quantile(freedom) / stats.t.ppf(0.975, freedom), 1, 9)
+        for lost, won in ((0, 6), (3, 9), (30, 12)):
+            wanted = stats.binomtest(lost, lost + won).pvalue
+            self.assertAlmostEqual(differences.difference_of(self.pairs(1, lost, won, 1)).p, wanted, 12)
+        for right, n in ((0, 9), (3, 9), (20, 20), (71, 100)):
+            wanted = stats.binomtest(right, n).proportion_ci(method="wilson")
+            found = differences.score_interval([(i, float(i < right), 1) for i in range(n)])
+            np.testing.assert_allclose(found, (wanted.low, wanted.high), atol=1e-9)
+        values = np.random.default_rng(5).normal(1, 2, 40)
+        found = differences.interval([(i, v, 1) for i, v in enumerate(values)], differences.UNBOUNDED)
+        level = 1 - 2 * differences.outside([1] * 40) / differences.RESAMPLES  # 95 %, widened for 40 contexts
+        wanted = stats.bootstrap(
+            (values,), np.mean, n_resamples=20000, confidence_level=level, method="percentile", random_state=1
+        ).confidence_interval
+        np.testing.assert_allclose(found, (wanted.low, wanted.high), atol=0.05)  # of 0.32, the standard error
+
+    def test_intervals_hold_the_truth_in_95_of_100_cases(self):
+        """Scores with known differences: -0.1 of 0/1 scores that are one context's three questions, and 0.05 of
+        others. A share of 1000 has a standard error of 0.7 %."""
+        draw_ = np.random.default_rng(11)
+
+        def right_or_wrong():
+            level = draw_.integers(0, 2, (40, 1)) * np.ones((1, 3))  # a context is easy or hard
+            flips = draw_.random((40, 3))
+            lost, won = flips < 0.2, flips > 0.9
+            return np.where(lost, 0, np.where(won, 1, level)), np.where(lost, 1, np.where(won, 0, level)), -0.1
+
+        def shares():
+            base = draw_.uniform(0.2, 0.7, (40, 1)) * np.ones((1, 3))
+            return base + 0.05 + draw_.uniform(-0.15, 0.15, (40, 3)), base + draw_.uniform(-0.05, 0.05, (40, 3)), 0.05
+
+        for made in (right_or_wrong, shares):
+            held = 0
+            for _ in range(1000):
+                own, other, truth = made()
+                pairs = [differences.Pair(i // 3, *p, 1) for i, p in enumerate(zip(own.flat, other.flat))]
+                triples = [(p.context, p.own - p.other, 1) for p in pairs]
+                low, high = differences.interval(triples, differences.range_of(pairs))
+                held += low <= truth <= high
+            self.assertTrue(930 <= held <= 970, (made.__name__, held))
+
+    def test_a_rank_counts_the_better_ones(self):
+        ranks = differences.ranks_of([[4, 4, 4], [1, 1, 1], [1, 1, 1]], [1, 1, 1], False)
+        self.assertEqual(ranks, [(1, 1, 1), (2.5, 2, 3), (2.5, 2, 3)])
+        self.assertEqual([r.rank for r in differences.ranks_of([[4, 4], [1, 1]], [1, 1], True)], [2, 1])
+
+    def test_answers_that_loop(self):
+        for text, cut, wanted in (
+            ("a b a b a b", False, True),
+            ("a b a b a", False, False),
+            ("x a b a b a b", False, True),
+            ("a b a b a b a", True, True),  # the last word may be half of one
+            ("a a a", False, False),
+            ("\u4e00\u4e8c\u4e00\u4e8c\u4e00\u4e8c", False, True),
+        ):
+            self.assertEqual(differences.ends_in_loop(text, cut), wanted, text)
+
+    def test_repeats_are_one_answer_and_prompts_in_common_one_context(self):
+        samples = pd.DataFrame(
+            {
+                "task_sample": [0, 0, 1],
+                "question": [0, 0, 0],
+                "prompt_sha256": ["a", "a", "b"],
+                "score": [1.0, 0.0, 1.0],
+                "stop": ["length", "eos", "eos"],
+            }
+        )
+        answers = differences.answers_of([(0, samples), (1, samples.assign(task_sample=5))])
+        self.assertEqual(answers[0, 0, 0, "a"].score, 0.5)
+        self.assertEqual(answers[0, 0, 0, "a"].cut, 0.5)
+        contexts = differences.Contexts()
+        contexts.add(answers)
+        self.assertEqual(contexts.of((0, 0, 0, "a")), contexts.of((1, 5, 0, "a")))
+        self.assertEqual(contexts.of((0, 1, 0, "b")), contexts.of((0, 0, 0, "a")))  # both are (1, 5)'s
+        self.assertEqual(differences.answers_of([(0, samples.drop(columns="prompt_sha256"))]), {})
+
+    def test_the_page_shows_what_the_samples_say(self):
+        """niah at 192 of small.h5: by hand, from its samples."""
+        page = Page(report.build([SMALL]))
+        rows = page.tables["bundled/recall, niah, context 192, against full: 3 questions in 3 contexts"]
+        table = [dict(zip(rows[0], row)) for row in rows[1:]]
+        self.assertEqual([row["policy"] for row in table], ["full", "snapkv", "snapkv", "window"])
+        summary = kr.summary(SMALL)
+        of = summary[summary.context_tokens == 192].set_index("policy").cell
+        both = kr.paired(SMALL, of["window"], of["full"])
+        self.assertTrue(table[3]["difference"].startswith(f"{both.difference.mean():.3g} ("))
+        self.assertEqual(table[3]["lost"], str((both.difference < 0).sum()))
+        self.assertEqual(table[3]["both"], str(((both.score_a == 1) & (both.score_b == 1)).sum()))
+        self.assertEqual(table[3]["length"], f"{both.output_tokens_a.sum() / both.output_tokens_b.sum():.2f}")
+        self.assertIn("too few contexts to detect a difference", page.text)
+
+    def test_noise_and_grey(self):
+        """A second full differs in 1 of 20 answers; one method does as badly, another loses them all."""
+
+        def samples(wrong):
+            return {
+                "samples": pd.DataFrame(
+                    {
+                        "task_sample": range(20),
+                        "question": 0,
+                        "prompt_sha256": [f"p{i}" for i in range(20)],
+                        "score": [float(i not in wrong) for i in range(20)],
+                        "output": [str(i in wrong) for i in range(20)],
+                        "output_tokens": 4,
+                        "stop": "eos",
+                    }
+                )
+            }
+
+        rows = [{"policy": "full"}, {"policy": "again"}]
+        rows += [{"policy": p, "params": budget(p, 8), "budget_tokens": 8.0} for p in ("near", "far")]
+        cells = {f"c{i}": samples(wrong) for i, wrong in enumerate(((), {3}, {5}, set(range(20))))}
+        text = report.build([write_by_hand(self.folder / "n.h5", rows, cells)])
+        page = Page(text)
+        table = page.tables["m, t, context 64, against full: 20 questions in 20 contexts"]
+        found = {row[0]: dict(zip(table[0], row)) for row in table[1:]}
+        self.assertTrue(found["near"]["difference"].startswith("~-0.05 ("))
+        self.assertTrue(found["far"]["difference"].startswith("-1 ("))
+        self.assertEqual(found["far"]["p"], "<1e-4")  # 2 ** -19
+        self.assertEqual([found[p]["rank"] for p in ("again", "far")], ["-", "3 (3-3)"])
+        self.assertEqual(re.findall(r'<tr class="faint"><th[^>]*>(\w+)<', text), ["again", "near"])
+        self.assertIn("a difference of 0.05 at most, 1 of 20 answers flipped, 1 other texts", page.text)
+        self.assertIn("again: keeps everything as well, its difference is noise", page.text)
+        without = write_by_hand(self.folder / "s.h5", [{**row, "labels": "synthetic"} for row in rows], cells)
+        self.assertNotIn("against", Page(report.build([without])).sections)
 
 
 class Parts(unittest.TestCase):

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 import kvlab_results as kr
+from kvlab_results import differences
 
 # What the labels of core/result/report.cpp mean. A cell with one of CAUTION has hollow marks in figures.
 LABELS = {
@@ -194,7 +195,7 @@ class Inputs:
     """The files of a report. A trace or a ledger is read when a figure needs it."""
 
     def __init__(self, paths):
-        self.files, self.profiles = [], []
+        self.files, self.profiles, self._pooled = [], [], {}
         frames = []
         for path, name in zip(paths, _names(paths)):
             try:
@@ -232,3 +233,15 @@ class Inputs:
     def cell(self, row):
         """The pieces of the row's first cell."""
         return self.files[row.source].results.cell(row.first.cell)
+
+    def answers(self, row, repeat=None):
+        """Of the row's cells (of one repeat alone): {question: differences.Answer}."""
+        cells = [c for c in row.good.itertuples() if repeat is None or c.repeat == repeat]
+        samples = [(c.seed, self.files[c.source].results.cell(c.cell).get("samples")) for c in cells]
+        return differences.answers_of(samples)
+
+    def pooled_interval(self, row):
+        """The 95 % interval of the score of all the row's cells, over their contexts."""
+        if id(row) not in self._pooled:
+            self._pooled[id(row)] = differences.pooled_interval(self.answers(row))
+        return self._pooled[id(row)]

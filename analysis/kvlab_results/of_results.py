@@ -38,12 +38,14 @@ def _labels(row):
     return ", ".join(row.labels) or "-"
 
 
-def interval(row, column="score"):
-    """(low, high): of one cell its 95 % interval, of several mean ± standard deviation; NaN = none."""
-    if len(row.values(column)) > 1:
-        mean, spread = row.mean(column), row.deviation(column)
-        return mean - spread, mean + spread
-    return (row.mean("score_lo"), row.mean("score_hi")) if column == "score" else (np.nan, np.nan)
+def interval(inputs, row, column="score"):
+    """(low, high): of a score its 95 % interval over the contexts of all its cells; else of several cells mean ±
+    standard deviation. NaN = none."""
+    several = len(row.values(column)) > 1
+    if column == "score":
+        return inputs.pooled_interval(row) if several else (row.mean("score_lo"), row.mean("score_hi"))
+    mean, spread = row.mean(column), row.deviation(column) if several else np.nan
+    return mean - spread, mean + spread
 
 
 def _section(key, title, lead, panels, rows, times=False):
@@ -90,7 +92,7 @@ def _bytes_panel(inputs, block, column, rows):
         _lines(inputs, axes, rows, _share, y)
         several = _several_budgets(rows)
         for row in rows:
-            draw.mark(axes, _share(row), y(row), _drawn(inputs, row), row.caution(), *interval(row, column))
+            draw.mark(axes, _share(row), y(row), _drawn(inputs, row), row.caution(), *interval(inputs, row, column))
         if column == "kl":
             draw.log_axis(axes)
         elif not perplexity:
@@ -99,7 +101,7 @@ def _bytes_panel(inputs, block, column, rows):
         draw.names(axes, [(_share(row), y(row), row.budget) for row in rows if row.policy in several])
 
     numbers = [
-        [row.label, number(_share(row)), number(row.mean(column)), *map(number, interval(row, column)), _labels(row)]
+        [row.label, number(_share(row)), number(row.mean(column)), *map(number, interval(inputs, row, column)), _labels(row)]
         for row in rows
     ]
     notes = _notes(block.rows)
@@ -120,8 +122,8 @@ def quality(inputs):
                 shown += rows
     lead = (
         "What is left of the answers for the bytes that a policy holds on the device, metadata included, mean over "
-        "decode steps. Bars are 95 % intervals over contexts like these; where seeds or repeats made several cells, "
-        "mean ± standard deviation. A line joins the budgets of one policy."
+        "decode steps. Bars are 95 % intervals of scores over contexts like these; of KL, where seeds or repeats made "
+        "several cells, mean ± standard deviation. A line joins the budgets of one policy."
     )
     return _section("quality", "Quality against bytes", lead, panels, shown)
 
@@ -222,7 +224,7 @@ def _against_context(inputs, column, unit, what, above=None, scale=1, times=True
                 draw.line(axes, [c for c, _ in pairs], [row.mean(column) / scale for _, row in pairs], its)
                 for context, row in pairs:
                     y = row.mean(column) / scale
-                    low, high = interval(row, column)
+                    low, high = interval(inputs, row, column)
                     if above and len(row.values(column)) == 1:
                         low, high = row.mean(column), row.mean(above)
                     draw.mark(axes, context, y, its, row.caution(times), low / scale, high / scale)
@@ -308,7 +310,7 @@ def throughput(inputs):
                     row.mean("tokens_per_s"),
                     _drawn(inputs, row),
                     row.caution(times=True),
-                    *interval(row, "tokens_per_s"),
+                    *interval(inputs, row, "tokens_per_s"),
                 )
             axes.set_ylim(bottom=0)
             axes.set_xlim(left=0)
@@ -381,7 +383,7 @@ def _ladder_panel(inputs, block, budget, way, rungs, floor, top):
         for end in (floor, top):
             axes.axvline(end, color=draw.style.MUTED, linewidth=0.8, linestyle=(0, (3, 3)))
         for place, row in enumerate(rungs):
-            low, high = interval(row)
+            low, high = interval(inputs, row)
             draw.mark(axes, row.mean("score"), place, _drawn(inputs, row), row.caution(), low, high, vertical=False)
         axes.set_yticks(range(len(rungs)), [draw.short(row.name) for row in rungs])
         axes.set_xlim(-0.03, 1.03)
@@ -393,7 +395,7 @@ def _ladder_panel(inputs, block, budget, way, rungs, floor, top):
 
     title = f"{title_of(block)}, budget {budget or '-'}" + (way and f", {way}")
     numbers = [
-        [row.label, number(row.mean("score")), *map(number, interval(row)), share(row), _labels(row)]
+        [row.label, number(row.mean("score")), *map(number, interval(inputs, row)), share(row), _labels(row)]
         for row in reversed(rungs)
     ]
     table = Table(title, ["policy", "score", "low", "high", "way %", "labels"], numbers)

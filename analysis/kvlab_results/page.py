@@ -30,6 +30,7 @@ table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-num
 caption{text-align:left;font-weight:600;padding:.4rem 0}
 th,td{padding:.25rem .6rem;border-bottom:1px solid var(--grid);text-align:right;vertical-align:top;white-space:nowrap}
 th{font-weight:600;background:var(--raised)}tbody th{font-weight:400;background:none}
+tbody .faint>*{color:var(--muted)}
 .text{text-align:left}.long{white-space:normal;min-width:14rem}
 details{margin:.3rem 0}summary{cursor:pointer;color:var(--muted);font-size:.9rem}
 pre{overflow-x:auto;background:var(--raised);padding:.7rem;font-size:.85rem;max-width:100%}
@@ -51,13 +52,15 @@ def number(value, digits=4):
 @dataclass
 class Table:
     """header: column names. The first `text` columns are text, and the first one heads its row. long: columns whose
-    text may wrap."""
+    text may wrap. faint: rows in grey. under: lines below the table."""
 
     caption: str
     header: list
     rows: list
     text: int = 1
     long: tuple = ()
+    faint: tuple = ()
+    under: tuple = ()
 
     def html(self):
         def class_of(column):
@@ -66,14 +69,16 @@ class Table:
 
         head = "".join(f'<th scope="col"{class_of(i)}>{escape(name)}</th>' for i, name in enumerate(self.header))
         body = []
-        for row in self.rows:
+        for place, row in enumerate(self.rows):
             cells = [f'<th scope="row"{class_of(0)}>{escape(row[0])}</th>']
             cells += [f"<td{class_of(i)}>{escape(value)}</td>" for i, value in enumerate(row) if i]
-            body.append(f"<tr>{''.join(cells)}</tr>")
+            grey = ' class="faint"' * (place in self.faint)
+            body.append(f"<tr{grey}>{''.join(cells)}</tr>")
+        under = "".join(f'<p class="note">{escape(line)}</p>\n' for line in self.under)
         return (
             f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(self.caption)}"><table>'
             f"<caption>{escape(self.caption)}</caption><thead><tr>{head}</tr></thead>"
-            f"<tbody>\n{chr(10).join(body)}\n</tbody></table></div>\n"
+            f"<tbody>\n{chr(10).join(body)}\n</tbody></table></div>\n{under}"
         )
 
 

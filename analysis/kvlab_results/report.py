@@ -6,7 +6,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from kvlab_results import of_cells, of_profiles, of_results, page, style
+from kvlab_results import of_answers, of_cells, of_profiles, of_results, page, style
 from kvlab_results.data import Inputs, ReportError, title_of
 from kvlab_results.page import Section, Table, details, escape, number
 
@@ -14,6 +14,11 @@ from kvlab_results.page import Section, Table, details, escape, number
 Kind = namedtuple("Kind", "title make needs")
 
 KINDS = [
+    Kind(
+        "Against the full cache",
+        of_answers.against,
+        "two or more policies with metrics: [score], one of which keeps everything (full)",
+    ),
     Kind(
         "Quality against bytes",
         of_results.quality,
@@ -80,12 +85,11 @@ def _spread(row, column, scale=1):
     return f"{text} ± {number(row.deviation(column) / scale, 2)}" if len(values) > 1 else text
 
 
-def _score(row):
+def _score(inputs, row):
     if not len(row.good):
         return " and ".join(dict.fromkeys(row.bad.status))
-    low, high = of_results.interval(row)
-    single = len(row.values("score")) == 1
-    return _spread(row, "score") + (f" ({number(low)}-{number(high)})" if single and np.isfinite(low) else "")
+    low, high = of_results.interval(inputs, row)
+    return _spread(row, "score") + (f" ({number(low)}-{number(high)})" if np.isfinite(low) else "")
 
 
 def _block_table(inputs, block):
@@ -100,7 +104,7 @@ def _block_table(inputs, block):
                 *([inputs.files[row.source].name] if several else []),
                 row.budget or "-",
                 str(len(row.good)),
-                _score(row),
+                _score(inputs, row),
                 *(_spread(row, column, scale) for _, column, scale in columns),
                 "; ".join(said) or "-",
             ]

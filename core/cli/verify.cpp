@@ -156,7 +156,8 @@ int verify(const VerifyOptions& options) {
   const RegistryCatalog catalog(registry);
   const Experiment experiment = read_experiment(document, catalog);
   const std::vector<Published> values = published_of(
-      options, options.experiment.empty() ? info.experiment_file : fs::absolute(options.experiment).string(), experiment);
+      options, options.experiment.empty() ? info.experiment_file : fs::absolute(options.experiment).string(),
+      experiment);
   std::vector<Compared> lines{compare_text(document, !options.experiment.empty())};
   const std::vector<Compared> others = compare_with_tree(options.file, experiment, catalog);
   lines.insert(lines.end(), others.begin(), others.end());

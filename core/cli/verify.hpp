@@ -11,7 +11,8 @@ struct VerifyOptions {
   std::vector<std::string> plugin_path;
 };
 
-inline constexpr const char* verify_help = "compare a result file with this tree: plugins, models, prompts, versions, published values";
+inline constexpr const char* verify_help =
+    "compare a result file with this tree: plugins, models, prompts, versions, published values";
 inline constexpr const char* verify_examples =
     "kvlab verify results/mine.h5\n"
     "kvlab verify theirs.h5 --experiment experiments/mine.yaml    the folder that its relative paths start at\n"

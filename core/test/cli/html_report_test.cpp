@@ -4,6 +4,10 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
+#include <regex>
+#include <sstream>
+#include <vector>
 
 #include "support/child.hpp"
 
@@ -96,4 +100,79 @@ TEST_CASE("report --html makes a page where Python has its packages") {
   REQUIRE(ended.code == 0);
   CHECK(ended.said == (folder / "page/index.html") + "\n");
   CHECK_THAT(text_of(folder / "page/index.html"), Contains("<!DOCTYPE html>") && Contains("flexicache_heads"));
+}
+
+namespace {
+
+using Rows = std::vector<std::vector<std::string>>;
+
+std::string without(const std::string& text, const char* pattern) {
+  return std::regex_replace(text, std::regex(pattern), "");
+}
+
+// The tables against full of `kvlab report --format md` by their titles, without the marks of footnotes.
+std::map<std::string, Rows> tables_of(const std::string& markdown) {
+  std::map<std::string, Rows> out;
+  std::string title;
+  std::istringstream in(without(markdown, R"( \\?\[\d+\\?\]|\\)"));
+  for (std::string line; std::getline(in, line);) {
+    if (!line.starts_with("|")) {
+      if (!line.empty()) title = without(line, R"(^[*# ]+|[* ]+$)");
+    } else if (title.find(", against ") != title.npos && !line.starts_with("|-") && !line.starts_with("|:")) {
+      std::vector<std::string>& cells = out[title].emplace_back();
+      std::istringstream row(line.substr(1));
+      for (std::string cell; std::getline(row, cell, '|');) cells.push_back(without(cell, "^ +| +$"));
+    }
+  }
+  return out;
+}
+
+// The same of a page.
+std::map<std::string, Rows> tables_of_page(const std::string& html) {
+  std::map<std::string, Rows> out;
+  const std::regex table("<caption>([^<]*, against [^<]* question[^<]*)</caption>([\\s\\S]*?)</table>"),
+      row("<tr[^>]*>([\\s\\S]*?)</tr>"), cell("<t[hd][^>]*>([^<]*)</t[hd]>");
+  const auto all = [](const std::string& text, const std::regex& pattern) {
+    return std::vector<std::smatch>(std::sregex_iterator(text.begin(), text.end(), pattern), {});
+  };
+  for (const std::smatch& t : all(html, table)) {
+    const std::string body = t[2];
+    for (const std::smatch& r : all(body, row)) {
+      std::vector<std::string>& cells = out[t[1]].emplace_back();
+      const std::string text = r[1];
+      for (const std::smatch& c : all(text, cell))
+        cells.push_back(std::regex_replace(c[1].str(), std::regex("&lt;"), "<"));
+    }
+  }
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("report --html has the differences to the full cache that the terminal's tables have, number by number") {
+  const Folder folder;
+  std::filesystem::copy(test::source_root() / "core/test/golden/tiny/llama-gqa3", std::filesystem::path(folder / "m"));
+  std::string text;
+  for (int i = 0; i < 600; ++i) text += "word" + std::to_string(i * i % 97) + " ";
+  folder.write("t.txt", text);
+  // Repeats and a second full measure the noise floor.
+  folder.write(
+      "e.yaml",
+      "model: {path: m, dtype: f32}\ntasks: [text: {file: t.txt, prefix: 24, forced: 6, samples: 7}]\n"
+      "policies: [full, {name: again, policy: full}, {name: newest, scorer: window, budget: {tokens: [8, 16]}}]\n"
+      "metrics: [score]\nseed: [0, 1]\nrepeats: 2\nbackend: cpu\nthreads: 1\npage_size: 4\n");
+  REQUIRE(test::run_kvlab({"run", folder / "e.yaml", "-o", folder / "o.h5"}).code == 0);
+  const std::string small = (test::source_root() / "analysis/testdata/small.h5").string();
+  for (const std::string& file : {small, folder / "o.h5"}) {
+    const Ended page = test::run_kvlab({"report", file, "--html", folder / "page"}, [] { unsetenv("KVLAB_PYTHON"); });
+    CAPTURE(file, page.said);
+    if (page.code == 3) {
+      WARN("skipped: no Python with the packages of a report");
+      return;
+    }
+    REQUIRE(page.code == 0);
+    const auto wanted = tables_of(test::run_kvlab({"report", file, "--format", "md"}).said);
+    CHECK(wanted.size() == (file == small ? 2 : 1));
+    CHECK(tables_of_page(text_of(folder / "page/index.html")) == wanted);
+  }
 }
