@@ -7,6 +7,7 @@ using test::score;
 using List = std::vector<std::string>;
 
 TEST_CASE("choice takes the first letter that stands alone") {
+  check_golden("choice");
   CHECK(score("choice", "B", List{"B"}) == 1);
   CHECK(score("choice", " (c) because", List{"C"}) == 1);
   CHECK(score("choice", "The answer is D.", List{"d"}) == 1);

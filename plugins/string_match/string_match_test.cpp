@@ -6,6 +6,8 @@ using test::score;
 using List = std::vector<std::string>;
 
 TEST_CASE("contains folds case and white space and takes the best reference") {
+  check_golden("contains");
+  check_golden("contains_all");
   CHECK(score("contains", "It is  1234567.\n", List{"1234567"}) == 1);
   CHECK(score("contains", "the\nRED  fox", List{"cat", "red fox"}) == 1);
   CHECK(score("contains", "1 234567", List{"1234567"}) == 0);
@@ -14,6 +16,8 @@ TEST_CASE("contains folds case and white space and takes the best reference") {
 }
 
 TEST_CASE("exact looks at the answer's first line, prefix at its beginning") {
+  check_golden("exact");
+  check_golden("prefix");
   CHECK(score("exact", "\n  Paris \nand more", List{"paris"}) == 1);
   CHECK(score("exact", "Paris, France", List{"paris"}) == 0);
   CHECK(score("exact", "", List{"paris"}) == 0);

@@ -105,6 +105,25 @@ def difflib_ratio(a, b):
     return SequenceMatcher(None, a, b).ratio()
 
 
+# Folded texts. Case and white space are those of ASCII, as bytes have them.
+
+
+def folded(text):
+    return b" ".join(text.encode().lower().split())
+
+
+def contains(answer, reference):
+    return float(folded(reference) in folded(answer))
+
+
+def exact(answer, reference):
+    return float(folded(answer.lstrip(" \t\r\n").split("\n")[0]) == folded(reference))
+
+
+def prefix(answer, reference):
+    return float(folded(answer).startswith(folded(reference)))
+
+
 # RULER
 
 
@@ -114,6 +133,18 @@ def string_match(answer, reference):
 
 
 # Choices
+
+
+def choice(answer, reference):
+    alone = "(?<![A-Za-z0-9])[%s](?![A-Za-z0-9])"
+    found = re.search(alone % "A-D", answer) or re.search(alone % "a-d", answer)
+    return float(bool(found) and found[0].upper() == reference.upper())
+
+
+def simple_evals_choice(answer, reference):
+    """OpenAI's simple-evals, MMLU, with the prompt's last word before the answer."""
+    found = re.search(r"(?i)Answer[ \t]*:[ \t]*\$?([A-D])\$?", "Answer:" + answer)
+    return float(bool(found) and found[1].upper() == reference.upper())
 
 
 def longbench_v2_choice(answer, reference):
@@ -429,6 +460,23 @@ def choices():
     return [(a, [r]) for a in answers for r in "ABCD"]
 
 
+def letters():
+    """What a model says behind "Answer:", where simple-evals must agree; then answers in which the letter comes later."""
+    direct = [" A", "B", " C.", " D)", " a", " b, or", "\tC\n\nQuestion", " $D$", " A\nB", " D: dogs", " C\u00e9"]
+    made = [(a, [r]) for a in direct for r in "ABCD"]
+    for answer, (reference,) in made:
+        assert choice(answer, reference) == simple_evals_choice(answer, reference), answer
+    later = ["", "none", " (C) because", "The answer is D.", "It is a case of B", "Because of A, not B", "Dogs", "AB", "a b", "1A A1 B",
+             "_A_", "E or D", "\u00c9A", "ad", "x-b", "(d)"]  # fmt: skip
+    return made + [(a, [r]) for a in later for r in "ABc"]
+
+
+def folds():
+    made = nasty(24) + [("the\nRED  fox", ["red FOX"]), ("\n \tParis \nand", ["paris"]), ("Paris, France", ["paris"]), ("", ["a"]),
+                        ("a\u00a0b", ["a b"]), ("\u00c9t\u00e9", ["\u00e9t\u00e9"]), ("True story", ["false", "TRUE"]), ("x\r\ny", ["x"])]  # fmt: skip
+    return made + [("Yes.\n", ["yes."]), ("1 2", ["12", "1  2"]), ("red and blue", ["red", "green", "Blue", "and "])]
+
+
 def ten_choices():
     phrase = "The answer is "
     answers = ["", "A", phrase + "(J).", phrase + "J", phrase + "(K) or (C)", phrase + "((B)", phrase + "(K). answer is I", phrase + " (A)",
@@ -530,6 +578,11 @@ def cases():
         + [c for name, f in fuzzy.items() for c in with_params(best(code_sim(f), code()), ratio=name)],
         "string_match_part": best(string_match, needles()),
         "string_match_all": mean(string_match, needles()),
+        "contains": best(contains, folds()),
+        "contains_all": mean(contains, folds()),
+        "exact": best(exact, folds()),
+        "prefix": best(prefix, folds()),
+        "choice": best(choice, letters()),
         "longbench_v2_choice": best(longbench_v2_choice, choices()),
         "infinitebench_choice": [{"answer": a, "references": r, "score": infinitebench_choice(a, r)} for a, r in books()],
         "choice_pro": best(choice_pro, ten_choices()),
