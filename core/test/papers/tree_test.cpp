@@ -3,8 +3,11 @@
 #include <catch2/catch.hpp>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <regex>
 #include <set>
+#include <tuple>
 
 #include "base/part_timer.hpp"
 #include "cases/case.hpp"
@@ -266,4 +269,54 @@ TEST_CASE("a value that names what no experiment has is found by name") {
   CHECK(of_array("satelite", "heads") == "no array satelite");
   CHECK(of_array("satellite", "feet") == "not run");
   CHECK(of_heads("satellite", "feet") == "the item runs no profile experiment feet");
+}
+
+namespace {
+
+// "figure10b" as {figure, 10, b}, which sorts as papers count.
+std::tuple<std::string, int, std::string> parts_of(const std::string& item) {
+  const std::size_t digit = item.find_first_of("0123456789");
+  std::size_t end = 0;
+  const int number = std::stoi(item.substr(digit), &end);
+  return {item.substr(0, digit), number, item.substr(digit + end)};
+}
+
+// Whether `item` lies in first..last: "figure6a to figure6c", "table1 to table3", which includes a table2b.
+bool in_range(const std::string& item, const std::string& first, const std::string& last) {
+  const auto [kind, number, letter] = parts_of(item);
+  const auto [first_kind, low, low_letter] = parts_of(first);
+  const auto [last_kind, high, high_letter] = parts_of(last);
+  if (kind != first_kind || kind != last_kind) return false;
+  return std::pair(low, low_letter) <= std::pair(number, letter) &&
+         (number < high || (number == high && (high_letter.empty() || letter <= high_letter)));
+}
+
+}  // namespace
+
+TEST_CASE("every table and figure of the papers has a row with a verdict in analysis/REPRODUCTION.md") {
+  const std::vector<Paper> papers = read_papers(test::source_root() / "analysis/papers");
+  std::map<std::string, std::set<std::string>> left;
+  for (const Paper& paper : papers)
+    for (const Item& item : paper.items) left[paper.name].insert(item.name);
+  std::ifstream in(test::source_root() / "analysis/REPRODUCTION.md");
+  const std::regex name("(?:([a-z]+)/)?((?:table|figure)\\d+[a-z]?)(?: to ((?:table|figure)\\d+[a-z]?))?"),
+      verdict("reproduced|direction only|uninformative|cannot run here|not run yet|nothing to measure");
+  for (std::string line; std::getline(in, line);) {
+    if (!line.starts_with("| ")) continue;
+    const std::string first = line.substr(2, line.find(" |", 2) - 2);
+    std::string paper;
+    for (std::sregex_iterator at(first.begin(), first.end(), name), end; at != end; ++at) {
+      if ((*at)[1].matched) paper = (*at)[1];
+      if (paper.empty()) continue;
+      CAPTURE(line);
+      CHECK(std::regex_search(line, verdict));
+      const std::string begin = (*at)[2], last = (*at)[3].matched ? (*at)[3].str() : begin;
+      REQUIRE(left.count(paper) == 1);
+      std::erase_if(left.at(paper), [&](const std::string& item) { return in_range(item, begin, last); });
+    }
+  }
+  for (const auto& [paper, items] : left) {
+    CAPTURE(paper, items);
+    CHECK(items.empty());
+  }
 }
