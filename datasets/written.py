@@ -77,7 +77,9 @@ def write_task(dataset, name, task, source, options, path):
                 last = time.monotonic()
                 print(f"{dataset.name} {name}: {count} records so far", file=sys.stderr)
         if count == 0:
-            raise DataError(f"{source.path}", f"got no record for {name}, wanted at least one")
+            out = ", ".join(f"{n} left out ({why})" for why, n in source.left_out.items())
+            raise DataError(", ".join(map(source.place, sorted(source.read))) or source.path,
+                            f"got no record for {name}{out and '; '}{out}, wanted at least one")
         with Replacement(path) as out:
             out.write(line_of(header_of(dataset, name, task, source, count, digest.hexdigest())).encode("utf-8"))
             body.seek(0)

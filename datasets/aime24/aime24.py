@@ -11,7 +11,7 @@ NAMES = ("aime24_test.jsonl", "aime_2024_problems.parquet", "aime24.jsonl", "aim
 def read(_name, source, _options):
     for number, (place, raw) in enumerate(source.records(source.need(*NAMES)), 1):
         value = {key.lower(): v for key, v in raw.items()}  # Maxwell-Jia/AIME_2024 writes Problem, Answer
-        if "2024_AIME" not in value.get("url", "2024_AIME"):
+        if "url" in value and "2024_AIME" not in field(value, "url", place):
             source.left_out["other years"] = source.left_out.get("other years", 0) + 1
             continue
         answer = str(value.get("answer", ""))

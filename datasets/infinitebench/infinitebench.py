@@ -82,6 +82,8 @@ def read(name, source, _options):
             letter = right_letter(answers, field(value, "options", place, list), place)
             answers = [letter, *(a for a in answers if a != letter)]
         if name == "math_calc":
+            if not all(re.fullmatch(r"-?[0-9]+", a) for a in answers):
+                raise DataError(place, f"got the answer {answers}, wanted integers")
             answers = [json.dumps([int(a) for a in answers])]
         context = value.get("context", value.get("content"))
         yield record(place, field(value, "id", place, int) if isinstance(value.get("id"), int) else field(value, "id", place),

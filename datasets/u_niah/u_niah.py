@@ -39,6 +39,8 @@ def cases_of(source):
         if isinstance(value, dict):
             yield (place, case, field(value, "needles", place, list), field(value, "question", place),
                    field(value, "true_answer", place))
+        elif not isinstance(value, list):
+            raise DataError(place, f"got {type(value).__name__}, wanted a case (an object) or needles that cases share (a list)")
 
 
 def read(_name, source, given):
