@@ -629,6 +629,28 @@ class Differences(WithFolder):
         self.assertEqual(ranks, [(1, 1, 1), (2.5, 2, 3), (2.5, 2, 3)])
         self.assertEqual([r.rank for r in differences.ranks_of([[4, 4], [1, 1]], [1, 1], True)], [2, 1])
 
+    def test_a_place_lies_between_random_and_the_oracle(self):
+        low, high = [0.1, 0.3, 0.2, 0.1, 0.4, 0.2, 0.3, 0.1], [0.9, 0.8, 1.0, 0.7, 0.9, 0.8, 0.9, 1.0]
+        for share in (0, 0.25, 1):
+            own = [a + share * (b - a) for a, b in zip(low, high)]
+            found = differences.place_of([(i, *scores, 1) for i, scores in enumerate(zip(own, low, high))])
+            self.assertAlmostEqual(found.place, share)
+            self.assertAlmostEqual(found.span, 5.3 / 8)
+        # All contexts are alike, so two more of +1 and -1 give the interval a width, as a difference's has.
+        self.assertTrue(found.low < 1 < found.high)
+        self.assertTrue(np.isnan(differences.place_of([(0, 0.5, 0, 1, 1), (1, 0.5, 0, 1, 1)]).place))  # two contexts
+        self.assertTrue(np.isnan(differences.place_of([]).place))
+        answers = {
+            (0, i, 0, str(i)): differences.Answer(float(s), 1.0, 4.0, 0.0, 0.0, False, "") for i, s in enumerate(own)
+        }
+        without = {q: a._replace(score=0.0) for q, a in answers.items()}
+        half = {q: a._replace(score=a.score / 2) for q, a in answers.items()}
+        self.assertAlmostEqual(differences.places_between(without, answers, [half])[0].place, 0.5)
+        nats = {q: a._replace(forced=True, score=1 + a.score, weight=3.0) for q, a in half.items()}
+        best = {q: a._replace(score=1.0) for q, a in nats.items()}
+        worst = {q: a._replace(score=1 + 2 * (a.score - 1)) for q, a in nats.items()}
+        self.assertAlmostEqual(differences.places_between(worst, best, [nats])[0].place, 0.5)  # fewer nats are better
+
     def test_answers_that_loop(self):
         for text, cut, wanted in (
             ("a b a b a b", False, True),

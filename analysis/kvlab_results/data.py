@@ -234,9 +234,9 @@ class Inputs:
         """The pieces of the row's first cell."""
         return self.files[row.source].results.cell(row.first.cell)
 
-    def answers(self, row, repeat=None):
-        """Of the row's cells (of one repeat alone): {question: differences.Answer}."""
-        cells = [c for c in row.good.itertuples() if repeat is None or c.repeat == repeat]
+    def answers(self, *rows, repeat=None):
+        """Of the rows' cells (of one repeat alone): {question: differences.Answer}."""
+        cells = [c for row in rows for c in row.good.itertuples() if repeat is None or c.repeat == repeat]
         samples = [(c.seed, self.files[c.source].results.cell(c.cell).get("samples")) for c in cells]
         return differences.answers_of(samples)
 

@@ -254,6 +254,47 @@ def difference_of(pairs):
     )
 
 
+Place = namedtuple("Place", "place low high span span_low span_high")
+
+
+def place_of(rungs):
+    """Where a policy stands between two others (core/result/place.hpp). rungs: (context, own, low, high, weight) of the
+    questions that all three answered. The place is NaN unless the interval of high - low lies above 0."""
+    rungs = [r for r in rungs if all(map(math.isfinite, r[1:4])) and r[4] > 0]
+    if not rungs:
+        return Place(*[math.nan] * 6)
+    pairs = [Pair(c, high, low, weight) for c, _, low, high, weight in rungs]
+    ends = interval([(p.context, p.own - p.other, p.weight) for p in pairs], range_of(pairs))
+    sums = {}
+    for context, own, low, high, weight in rungs:
+        before = sums.get(context, (0.0, 0.0, 0.0))
+        sums[context] = (before[0] + own - low, before[1] + high - low, before[2] + weight)
+    contexts = [sums[context] for context in sorted(sums)]
+    above, span, weight = (sum(side) for side in zip(*contexts))
+    if not ends[0] > 0:
+        return Place(math.nan, math.nan, math.nan, span / weight, *ends)
+    scores = range_of(pairs + [Pair(c, own, low, w) for c, own, low, _, w in rungs])
+    return Place(above / span, *_place_interval(contexts, above, span, scores), span / weight, *ends)
+
+
+def _place_interval(contexts, above, span, scores):
+    def same(one, other):
+        return abs(one - other) <= 1e-12 * (abs(one) + abs(other))
+
+    enough = len(contexts) >= FEWEST_CONTEXTS and not all(same(a * span, above * s) for a, s, _ in contexts)
+    if scores == ZERO_ONE or (scores == SHARE and not enough):
+        contexts = contexts + [(1.0, 0.0, 1.0), (-1.0, 0.0, 1.0)]
+    elif not enough:
+        return math.nan, math.nan
+    n = len(contexts)
+    above, span, weights = (np.array(side) for side in zip(*contexts))
+    drawn = (draws(n, RESAMPLES * n) % np.uint64(n)).astype(np.intp).reshape(RESAMPLES, n)
+    above, span = _sums(above, drawn), _sums(span, drawn)
+    ratios = np.sort(above[span > 0] / span[span > 0])
+    beyond = outside(weights) - (RESAMPLES - len(ratios))  # resamples without a ratio lie beyond both ends
+    return (ratios[beyond], ratios[len(ratios) - 1 - beyond]) if beyond >= 0 else (-math.inf, math.inf)
+
+
 def holm(p):
     """Holm's adjustment; NaN stays NaN."""
     order = sorted((i for i, value in enumerate(p) if not math.isnan(value)), key=lambda i: p[i])
@@ -391,6 +432,23 @@ class Contexts:
 
     def of(self, question):
         return self._root(question[:2])
+
+
+def places_between(low, high, owns):
+    """The Place of each of `owns` between two policies, question by question. All are answers; higher scores are
+    better, and of texts fewer nats."""
+    contexts = Contexts()
+    for answers in (low, *owns, high):
+        contexts.add(answers)
+
+    def value(answer):
+        return -answer.score * answer.weight if answer.forced else answer.score
+
+    def rungs(own):
+        there = [q for q in own if q in low and q in high]
+        return [(contexts.of(q), *(value(of[q]) for of in (own, low, high)), own[q].weight) for q in there]
+
+    return [place_of(rungs(own)) for own in owns]
 
 
 Paired = namedtuple("Paired", "pairs other_text own_tokens other_tokens")

@@ -31,9 +31,9 @@ def _compare(inputs, block):
     for row in block.rows:
         if keeps_everything(row):
             repeats = sorted(set(row.good.repeat))
-            base = inputs.answers(row, repeats[0]) if len(repeats) > 1 else None
+            base = inputs.answers(row, repeat=repeats[0]) if len(repeats) > 1 else None
             for repeat in repeats[1:]:
-                out.add_noise(inputs.answers(row, repeat), base)
+                out.add_noise(inputs.answers(row, repeat=repeat), base)
         if row is first or not len(row.good):
             continue
         own = keeps_everything(row)

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pandas as pd
 
-from kvlab_results import draw, experiment
+from kvlab_results import differences, draw, experiment
 from kvlab_results.data import title_of
 from kvlab_results.page import Panel, Section, Table, number
 
@@ -360,24 +360,47 @@ def ladder(inputs):
             continue
         for budget in dict.fromkeys(row.budget for row in scored if _knows(row)):
             rungs = [row for row in scored if row.budget in (budget, "")]
-            floors = [row.mean("score") for row in rungs if _is(row, "random")]
+            floors = [row for row in rungs if _is(row, "random")]
             known = {row.way for row in rungs if _knows(row)}
             # Each way has an oracle of its own.
             for way in ("eviction", "selection") if {"eviction", "selection"} <= known else ("",):
                 here = [row for row in rungs if not way or _is(row, "random") or row.way in (way, "")]
                 if floors:
-                    top = max(row.mean("score") for row in here if _knows(row))
-                    panels.append(_ladder_panel(inputs, block, budget, way, here, np.mean(floors), top))
+                    panels.append(_ladder_panel(inputs, block, budget, way, here, floors))
                     shown += here
     lead = (
         "Policies of one budget between the one that chooses at random and the one that knows. The way is 0 % for "
-        "random and 100 % for the oracle."
+        "random and 100 % for the oracle, by the means. A place is the same over the questions that all three answered, "
+        "with its 95 % interval over contexts; it is - where random and the oracle cannot be told apart."
     )
     return _section("ladder", "From random to oracle", lead, panels, shown)
 
 
-def _ladder_panel(inputs, block, budget, way, rungs, floor, top):
+def _places(inputs, rungs, draws):
+    """The texts of places between random, whose draws count as one policy, and the oracle: {id of a row: text}."""
+    oracle = next(row for row in rungs if _knows(row))
+    draws = [row for row in draws if row.policy == draws[0].policy]
+    between = [row for row in rungs if row is not oracle and row not in draws and row.budget]
+    low, high = inputs.answers(*draws), inputs.answers(oracle)
+    *places, ends = differences.places_between(low, high, [*(inputs.answers(row) for row in between), high])
+    if not np.isfinite(ends.place):
+        return {}
+    texts = {id(oracle): "1", **{id(row): "0" for row in draws}}
+    for row, p in zip(between, places):
+        bounds = f"({_end(p.low)} to {_end(p.high)})" if not np.isnan(p.low) else "(-)"
+        texts[id(row)] = f"{_end(p.place, 3)} {bounds}" if np.isfinite(p.place) else "-"
+    return texts
+
+
+def _end(value, digits=2):
+    return f"{0.0 if abs(value) < 1e-12 else value:.{digits}g}"
+
+
+def _ladder_panel(inputs, block, budget, way, rungs, draws):
     rungs = sorted(rungs, key=lambda row: row.mean("score"))
+    floor = np.mean([row.mean("score") for row in draws])
+    top = max(row.mean("score") for row in rungs if _knows(row))
+    places = _places(inputs, [row for row in block.rows if row in rungs], draws)
 
     def picture(axes):
         for end in (floor, top):
@@ -395,8 +418,9 @@ def _ladder_panel(inputs, block, budget, way, rungs, floor, top):
 
     title = f"{title_of(block)}, budget {budget or '-'}" + (way and f", {way}")
     numbers = [
-        [row.label, number(row.mean("score")), *map(number, interval(inputs, row)), share(row), _labels(row)]
+        [row.label, number(row.mean("score")), *map(number, interval(inputs, row)), share(row)]
+        + [places.get(id(row), "-"), _labels(row)]
         for row in reversed(rungs)
     ]
-    table = Table(title, ["policy", "score", "low", "high", "way %", "labels"], numbers)
+    table = Table(title, ["policy", "score", "low", "high", "way %", "place", "labels"], numbers)
     return Panel(title, picture, table, _notes(block.rows), 1.2 + 0.22 * len(rungs))
