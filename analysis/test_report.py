@@ -454,6 +454,15 @@ class Content(WithFolder):
             [("2", "0.5 ± 0.35", "disturbed"), ("1", "0.5", "synthetic")],
         )
 
+    def test_budgets_that_differ_are_rows_of_their_own(self):
+        rows = [
+            {"policy": "p", "seed": i, "budget_tokens": tokens, "score": 0.5, "budget_bytes": size}
+            for i, (tokens, size) in enumerate(((100.0, -1), (104.0, -1), (120.0, -1), (50.0, 9e6), (80.0, 9e6)))
+        ] + [{"policy": "p", "seed": 7, "status": "oom"}]
+        page = Page(report.build([write_by_hand(self.folder / "b.h5", rows)]))
+        found = [row[1:3] for row in page.tables["m, t, context 64"][1:]]
+        self.assertEqual(found, [["102", "2"], ["120", "1"], ["9 MB", "2"]])
+
     def test_cells_that_did_not_end_are_named(self):
         rows = [
             {"policy": "a", "score": 0.5, "compression": 2.0},

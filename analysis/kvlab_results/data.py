@@ -152,18 +152,45 @@ def _varying(params, others):
     return " ".join(f"{n}={own[n]}" for n in names if n in own and any(f.get(n) != own[n] for f in flats))
 
 
+def _key(cell):
+    return tuple(cell[c] for c in ("source", "policy", "params", "ablated", "identity"))
+
+
+def _belongs(cell, group):
+    """As `kvlab report` has it: the same seed and repeat twice, and budgets that are more than 5 % apart, mean two
+    configurations. Failed cells may have no measured budget, and equal bytes may be other tokens for each seed."""
+    first = next((other for other in group if other.status == "ok"), group[0])
+    own, known = cell.budget_tokens, first.budget_tokens
+    bytes_ = [-1 if np.isnan(c.budget_bytes) else c.budget_bytes for c in (cell, first)]
+    near = own == known or (np.isnan(own) and np.isnan(known)) or abs(own - known) <= 0.05 * abs(known)
+    if _key(cell) != _key(first) or bytes_[0] != bytes_[1]:
+        return False
+    if bytes_[0] < 0 and cell.status == first.status == "ok" and not near:
+        return False
+    return all((cell.seed, cell.repeat) != (other.seed, other.repeat) for other in group)
+
+
+def _groups(cells):
+    """The cells of each row, which differ in seed and repeat alone: [[index, ...], ...]"""
+    groups = []
+    for _, cell in cells.iterrows():
+        group = next((group for group in groups if _belongs(cell, group)), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(cell)
+    return [[cell.name for cell in group] for group in groups]
+
+
 def blocks_of(cells):
     """Blocks in the order of the file, with their rows."""
     cells = cells.assign(identity=[" ".join(n for n in split_labels(t) if n != "disturbed") for t in cells.labels])
-    own = ["source", "policy", "params", "ablated", "identity", "budget_bytes"]
     blocks = []
     for key, of in cells.groupby(["model", "task", "context_tokens", "workload"], sort=False, dropna=False):
         model, task, context, workload = key
-        # The same seed and repeat twice mean two configurations.
-        of = of.assign(again=of.groupby(own + ["seed", "repeat"], dropna=False).cumcount())
         params = {policy: list(group.params) for policy, group in of.groupby("policy", sort=False)}
         rows = []
-        for _, group in of.groupby(own + ["again"], sort=False, dropna=False):
+        for own in _groups(of):
+            group = of.loc[own].assign(again=sum(_key(row.first) == _key(of.loc[own[0]]) for row in rows))
             first = group.iloc[0]
             rows.append(Row(group, f"{first.policy} {_varying(first.params, params[first.policy])}".strip()))
         blocks.append(Block(model, task, context, workload, rows))
