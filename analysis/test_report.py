@@ -451,7 +451,7 @@ class Content(WithFolder):
         found = [dict(zip(table[0], row)) for row in table[1:]]
         self.assertEqual(
             [(r["n"], r["score"], r["labels"]) for r in found],
-            [("2", "0.5 ± 0.35", "disturbed"), ("1", "0.5", "synthetic")],
+            [("2", "0.5 ± 0.35", "disturbed"), ("1", "0.5 (-)", "synthetic")],
         )
 
     def test_budgets_that_differ_are_rows_of_their_own(self):

@@ -89,7 +89,10 @@ def _score(inputs, row):
     if not len(row.good):
         return " and ".join(dict.fromkeys(row.bad.status))
     low, high = of_results.interval(inputs, row)
-    return _spread(row, "score") + (f" ({number(low)}-{number(high)})" if np.isfinite(low) else "")
+    text, single = _spread(row, "score"), len(row.good) == 1
+    if np.isfinite(low):
+        return f"{text} ({number(low)}-{number(high)})"
+    return f"{text} (-)" if single and text != "-" else text
 
 
 def _block_table(inputs, block):
