@@ -16,7 +16,7 @@ inline constexpr const char* verify_help =
 inline constexpr const char* verify_examples =
     "kvlab verify results/mine.h5\n"
     "kvlab verify theirs.h5 --experiment experiments/mine.yaml    the folder that its relative paths start at\n"
-    "kvlab verify mine.h5 --paper freekv/table3    a paper's values, whatever experiment made the file\n\n"
+    "kvlab verify mine.h5 --paper PAPER/table3    the values of this table, whatever experiment made the file\n\n"
     "It runs no model. The experiment's text comes from the file; cells and prompts are made of it anew, and the rest\n"
     "is hashes. A cell's id hashes its settings, data, model and plugins, so it differs when any of these does.\n"
     "Of an experiment that `kvlab reproduce` lists, the published values stand beside the file's: inside its interval "
