@@ -30,12 +30,12 @@ struct PagedOptions {
 };
 
 // The formats of codes.
-inline constexpr CodecSide fp8{8, CodeKind::e4m3};
+inline constexpr CodecSide fp8{8, CodeKind::e4m3}, whole4{4, CodeKind::whole_zero};
 inline constexpr CodecSide sides_with_codes[] = {{2}, {4}, {8}, fp8};
 // Codecs in which every format stands on either side, beside each other format or rows without codes.
-inline constexpr CodecSpec codecs_with_codes[] = {{{8}, {8}}, {{8}, {4}}, {{4}, {2}}, {fp8, fp8}, {{2}, {4}},
-                                                  {{}, {8}},  {{4}, {}},  {{4}, fp8}, {fp8, {2}}, {{8}, {}},
-                                                  {{4}, {4}}, {{4}, {8}}, {{2}, {2}}};
+inline constexpr CodecSpec codecs_with_codes[] = {{{8}, {8}}, {{8}, {4}}, {{4}, {2}}, {fp8, fp8},      {{2}, {4}},
+                                                  {{}, {8}},  {{4}, {}},  {{4}, fp8}, {fp8, {2}},      {{8}, {}},
+                                                  {{4}, {4}}, {{4}, {8}}, {{2}, {2}}, {whole4, whole4}};
 // The codec, with 4 bits instead of 2 where a head has no whole words of these.
 constexpr CodecSpec fitting(CodecSpec codec, int head_dim) {
   for (CodecSide* side : {&codec.k, &codec.v})
@@ -47,6 +47,7 @@ constexpr CodecSpec fitting(CodecSpec codec, int head_dim) {
 inline std::string format_of(CodecSide side, const std::string& plain) {
   if (!side.bits) return plain;
   std::string name = side.kind == CodeKind::e4m3 ? "fp8" : "int" + std::to_string(side.bits);
+  if (side.kind == CodeKind::whole_zero) name += " with a whole zero";
   if (side.axis == CodeAxis::channel) name += " by channel";
   return side.group ? name + " in groups of " + std::to_string(side.group) : name;
 }

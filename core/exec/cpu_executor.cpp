@@ -347,6 +347,14 @@ View<const float, 3> CpuExecutor::attend(int layer, const std::vector<std::int32
   return a.out;
 }
 
+void CpuExecutor::fill_left_out(int layer, const std::vector<std::int32_t>& slots, const ops::LeftOut& what) {
+  const PartTimer timer(Part::attend);
+  const ModelConfig& c = model_->config;
+  ops::blend_left_out(store_.view(layer, slots), what,
+                      heads_view(attention_, static_cast<std::int64_t>(slots.size()), c.heads, c.head_dim), nullptr,
+                      Stream::cpu());
+}
+
 void CpuExecutor::prompt_logits(std::int64_t rows, const View<float, 2>& of_last) {
   const ModelConfig& c = model_->config;
   const std::int64_t wanted = of_last ? of_last.extent[0] : 0;

@@ -594,6 +594,14 @@ View<const float, 3> CudaExecutor::attend(int layer, const std::vector<std::int3
   return View<const float, 3>::dense(attention_.as<float>(), {kv.rows, c.heads, c.head_dim});
 }
 
+void CudaExecutor::fill_left_out(int layer, const std::vector<std::int32_t>& slots, const ops::LeftOut& what) {
+  const PartTimer timer(Part::attend);
+  const ModelConfig& c = model_->config;
+  const PagedKv kv = store_.view(layer, slots);
+  ops::blend_left_out(kv, what, View<float, 3>::dense(attention_.as<float>(), {kv.rows, c.heads, c.head_dim}),
+                      rounds(kv) ? rounded_.as<>() : nullptr, stream_);
+}
+
 void CudaExecutor::prompt_logits(std::int64_t rows, const View<float, 2>& of_last) {
   const std::int64_t wanted = of_last ? of_last.extent[0] : 0;
   for (std::int64_t at = 0; at < wanted; at += row_block) {

@@ -13,6 +13,7 @@
 #include "exec/recorded_rows.hpp"
 #include "model/model.hpp"
 #include "ops/attend/attend.hpp"
+#include "ops/attend/left_out.hpp"
 #include "store/store.hpp"
 
 namespace kvlab {
@@ -148,6 +149,8 @@ class Executor {
   virtual View<float, 3> step_mass(std::int64_t rows, std::int64_t tokens) = 0;
   virtual View<const float, 3> attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,
                                       const View<float, 3>& mass, ops::MassColumn mass_into) = 0;
+  // Called after attend, of the same layer: its output becomes that of ops::blend_left_out.
+  virtual void fill_left_out(int layer, const std::vector<std::int32_t>& slots, const ops::LeftOut& what) = 0;
   virtual void finish_layer(int layer, std::int64_t rows) = 0;                       // output projection and MLP
   virtual void prompt_logits(std::int64_t rows, const View<float, 2>& of_last) = 0;  // notes nonfinite_rows
   virtual void head(std::int64_t rows, const StepResult& out) = 0;                   // logits, on the device

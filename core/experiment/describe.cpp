@@ -285,7 +285,8 @@ std::string stores_text(const PluginInfo& plugin) {
     const CodecSpec spec = create<Codec>(plugin, resolve(plugin, {}))->spec();
     const auto side = [](CodecSide s) {
       if (s.kind == CodeKind::e4m3) return std::string("FP8 (e4m3)");
-      return s.bits ? fmt::format("codes of {} bits", s.bits) : std::string("in the run's dtype");
+      if (!s.bits) return std::string("in the run's dtype");
+      return fmt::format("codes of {} bits{}", s.bits, s.kind == CodeKind::whole_zero ? ", one of which is zero" : "");
     };
     constexpr int page = 16, head_dim = 128;
     const auto bytes = [](const CodecSpec& s) {

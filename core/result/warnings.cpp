@@ -30,14 +30,14 @@ std::vector<std::string> warnings_of(const SummaryRow& row) {
   return all;
 }
 
-std::string never_acted(const SummaryRow& row, double full_bytes) {
+std::string never_acted(const SummaryRow& row, double full_bytes, bool coded) {
   // Without a decode step only a scorer can act. by_age is -1 for other policies.
   const bool may_act = row.by_age >= 0 || row.output_tokens < 0 || row.output_tokens > row.samples;
   const bool in_bytes = row.budget_bytes >= 0 && std::isnan(row.budget_tokens);
   const bool binds = in_bytes
                          ? static_cast<double>(row.budget_bytes) < 0.95 * full_bytes
                          : row.budget_tokens >= 0 && row.budget_tokens < 0.95 * static_cast<double>(row.context_tokens);
-  if (row.status != "ok" || !may_act || row.fired != 0 || !binds || row.compression >= 1.05) return "";
+  if (row.status != "ok" || !may_act || row.fired != 0 || !binds || (!coded && row.compression >= 1.05)) return "";
   const std::string budget = in_bytes ? fmt::format("{} of {:.0f} bytes", row.budget_bytes, full_bytes)
                                       : fmt::format("{:.4g} of {} tokens", row.budget_tokens, row.context_tokens);
   const std::string compression = std::isnan(row.compression) ? "-" : fmt::format("{:.4g}", row.compression);

@@ -15,7 +15,7 @@ std::vector<std::string> warnings_of(const SummaryRow& row);
 
 // The warning that a budget below the context changed nothing, or "". Such a row is the full cache under another name.
 // full_bytes: K and V of the row's context in the full cache, for one sequence. Without it a budget in bytes is not
-// judged.
-std::string never_acted(const SummaryRow& row, double full_bytes = not_measured);
+// judged. coded: a codec stores the pages, so that fewer bytes are no sign of the method.
+std::string never_acted(const SummaryRow& row, double full_bytes = not_measured, bool coded = false);
 
 }  // namespace kvlab::results

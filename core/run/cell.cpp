@@ -1,5 +1,7 @@
 #include "run/cell.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <exception>
 #include <kvlab/error.hpp>
@@ -205,6 +207,31 @@ std::int64_t ranks_by_age(const CellInput& in) {
   }
 }
 
+// Why the row would be the full cache's under another name, or "". A budget says that a method had to act. Without one,
+// a method that rewrites had to change a number, a codec to code, and pages to move where their places are named.
+std::string did_nothing(const CellInput& in, const results::SummaryRow& row) {
+  const PolicySpec& policy = in.policy();
+  if (std::string idle = results::never_acted(row, full_bytes(in, row.context_tokens), policy.codec.has_value());
+      !idle.empty())
+    return idle;
+  if (row.status != "ok") return "";
+  if (in.functional && row.fired == 0) return row.policy + " changed no key and no value: fired 0";
+  const PluginInfo* codec = policy.codec ? in.catalog->find(Role::codec, policy.codec->name) : nullptr;
+  if (codec) {
+    const CodecSpec spec = create<Codec>(*codec, policy.codec->params)->spec();
+    if (!spec.k.bits && !spec.v.bits && !spec.packs)
+      return row.policy + " codes nothing: its codec stores keys and values in the run's dtype";
+  }
+  const bool steps = row.output_tokens > row.samples;
+  if (policy.placement.tier == Tier::host && in.experiment->spill == "always" && steps && row.fired == 0 &&
+      policy.placement.resident > 0 &&
+      static_cast<double>(policy.placement.resident) < 0.95 * static_cast<double>(row.context_tokens) &&
+      row.moved_device + row.moved_host == 0)
+    return fmt::format("{} moved no page: {} of {} tokens were to stay on the device", row.policy,
+                       policy.placement.resident, row.context_tokens);
+  return "";
+}
+
 }  // namespace
 
 CellResult run_cell(const CellInput& given) {
@@ -213,8 +240,7 @@ CellResult run_cell(const CellInput& given) {
   prepare_for(in);
   CellResult out = passes_or_error(in);
   const std::int64_t by_age = out.summary.by_age = ranks_by_age(in);
-  if (const std::string idle = results::never_acted(out.summary, full_bytes(in, out.summary.context_tokens));
-      !idle.empty()) {
+  if (const std::string idle = did_nothing(in, out.summary); !idle.empty()) {
     out = broken_cell(in, "failed", idle + ": such a row would be the full cache's under another name");
     out.summary.by_age = by_age;
   }

@@ -6,6 +6,7 @@ namespace {
 std::string side_name(const CodecSide& side, DType dtype) {
   if (!side.bits) return std::to_string(8 * size_of(dtype));
   std::string name = side.kind == CodeKind::e4m3 ? "fp8" : std::to_string(side.bits);
+  if (side.kind == CodeKind::whole_zero) name += "z";
   if (side.grouped()) name += side.axis == CodeAxis::channel ? "c" : "t";
   if (side.group) name += std::to_string(side.group);
   return name;

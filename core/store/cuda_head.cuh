@@ -397,8 +397,10 @@ __device__ void encode(std::byte* frame, const PageLayout& l, bool key, int offs
   if (__any_sync(~0u, side.bits != 0)) range = range_of(row, l.head_dim, lanes);
   if (!row.there) return;
   const auto put_codes = [&](auto bits) {
-    const ops::SharedScale of(ops::put_scale(ops::scale_of<bits>(range.x, range.y),
-                                             frame + ops::meta_offset(l, key, offset), row.first == 0));
+    const bool whole = side.kind == CodeKind::whole_zero;
+    const ops::SharedScale of(
+        ops::put_scale(whole ? ops::code_scale(side, range.x, range.y) : ops::scale_of<bits>(range.x, range.y),
+                       frame + ops::meta_offset(l, key, offset), row.first == 0));
 #pragma unroll
     for (int part = 0; part < Parts; ++part)
       if (row.has(part, l.head_dim)) {

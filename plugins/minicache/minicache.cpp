@@ -1,4 +1,5 @@
 // MiniCache: two neighbouring layers share the direction of a token's key, and of its value. Liu et al., NeurIPS 2024.
+#include <kvlab/centres.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/rewrite.hpp>
 
@@ -7,12 +8,27 @@
 
 namespace {
 
+enum class Retained : std::uint8_t { threshold, count };
+
+}  // namespace
+
+template <>
+struct kvlab::Choices<Retained> {
+  static constexpr std::pair<Retained, const char*> all[] = {{Retained::threshold, "threshold"},
+                                                             {Retained::count, "count"}};
+};
+
+namespace {
+
 using kvlab::KvSide;
 
 class MiniCache final : public kvlab::Policy {
  public:
   explicit MiniCache(const kvlab::Params& p)
-      : start_(p.get<double>("start")), t_(p.get<double>("t")), exact_(p.get<double>("exact")) {}
+      : start_(p.get<double>("start")),
+        t_(p.get<double>("t")),
+        exact_(p.get<double>("exact")),
+        counts_(p.get<Retained>("retained") == Retained::count) {}
 
   kvlab::Needs needs() const override {
     return kvlab::Needs{}.finish_prompt(true).own_amount(true).functional(true).capturable(true);
@@ -35,7 +51,7 @@ class MiniCache final : public kvlab::Policy {
     if (of_pair < 0 || (of_pair % 2 == 0 && kv.layer + 1 == layers_)) return;
     const bool second = of_pair % 2 == 1;
     kvlab::View<const std::int32_t, 2> stay;  // tokens of each head
-    if (second) {
+    if (second && counts_) {
       const std::vector<std::int32_t> keep(static_cast<std::size_t>(kv.kv_heads()),
                                            static_cast<std::int32_t>(std::ceil(exact_ * kv.position[0])));
       stay = kv.upload_heads("how many stay", keep.data());
@@ -59,7 +75,10 @@ class MiniCache final : public kvlab::Policy {
     const kvlab::Scores distance = kv.kv_head_scores("distances");
     kvlab::ops::row_distance(kv.pages, former, own, distance, s);
     const auto exact = kv.list<kvlab::TokenList>("exact tokens", kv.max_length);
-    kvlab::ops::top_tokens(kv.pages, distance, stay, nullptr, exact, s);
+    if (counts_)
+      kvlab::ops::top_tokens(kv.pages, distance, stay, nullptr, exact, s);
+    else
+      kvlab::ops::tokens_beyond(kv.pages, distance, exact_, exact, s);
     kvlab::ops::merge_rows(kv.pages, static_cast<float>(t_), exact, former, own, s);
     edits.for_layer(kv.layer - 1);
     edits.rewrite(rows.side, former);
@@ -68,6 +87,7 @@ class MiniCache final : public kvlab::Policy {
   }
 
   double start_, t_, exact_;
+  bool counts_;
   int layers_ = 0, first_ = 0;
   kvlab::View<float, 4> former_[2];  // keys and values of a pair's first layer
 };
@@ -81,4 +101,8 @@ KVLAB_PLUGIN(kvlab::policy<MiniCache>("minicache",
                         "share of the layers before the first pair, which is at the latest the last two")
                  .param("t", 0.6, 0, 1, "how near a pair's direction is to that of the deeper layer")
                  .param("exact", 0.05, 0, 1,
-                        "share of the tokens, the most distant of each head, that stay as they are"))
+                        "the most distant tokens of each head stay as they are: this share of the range of distances, "
+                        "or of the tokens")
+                 .param("retained", Retained::threshold,
+                        "threshold: what lies in that share of the range between a head's least and greatest distance; "
+                        "count: that share of its tokens"))

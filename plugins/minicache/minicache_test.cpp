@@ -8,8 +8,23 @@ namespace {
 constexpr int prompt = 130, steps = 3;
 using Row = std::vector<double>;
 
-OnText run_with(double start, double t, double exact) {
-  return OnText(Role::policy, "minicache", {{"start", start}, {"t", t}, {"exact", exact}}, 0, prompt + steps, 16);
+OnText run_with(double start, double t, double exact, const std::string& retained = "threshold") {
+  return OnText(Role::policy, "minicache", {{"start", start}, {"t", t}, {"exact", exact}, {"retained", retained}}, 0,
+                prompt + steps, 16);
+}
+
+// The tokens that stay: as many as a share of them, or those in the upper share of the range of distances.
+std::set<int> staying(const std::vector<double>& distance, double exact, const std::string& retained) {
+  if (retained == "count") {
+    const auto most = best(distance, positions_to(static_cast<int>(distance.size())),
+                           static_cast<std::size_t>(std::ceil(exact * static_cast<double>(distance.size()))));
+    return {most.begin(), most.end()};
+  }
+  const auto [least, greatest] = std::minmax_element(distance.begin(), distance.end());
+  std::set<int> stay;
+  for (std::size_t i = 0; i < distance.size(); ++i)
+    if (distance[i] > *least + (*greatest - *least) * (1 - exact)) stay.insert(static_cast<int>(i));
+  return stay;
 }
 
 double length(const Row& x) { return std::sqrt(dot(x, x)); }
@@ -42,10 +57,19 @@ TEST_CASE("minicache: the card's token") {
   CHECK(former[1] == Approx(1.7634).margin(1e-4));
 }
 
+TEST_CASE("minicache: which tokens stay, by hand") {
+  const std::vector<double> distance{.1, .5, .47, .3, .2};
+  CHECK(staying(distance, .05, "threshold") == std::set<int>{1});  // above .48
+  CHECK(staying(distance, .1, "threshold") == std::set<int>{1, 2});
+  CHECK(staying(distance, .05, "count") == std::set<int>{1});
+  CHECK(staying(distance, .5, "count") == std::set<int>{1, 2, 3});
+}
+
 TEST_CASE("minicache holds of real text what a plain implementation holds") {
   const double exact = GENERATE(0.05, 0., 1.), t = GENERATE(0.6, 0.3), start = GENERATE(0.5, 0.4, 1.);
-  CAPTURE(exact, t, start);
-  OnText run = run_with(start, t, exact);
+  const std::string retained = GENERATE("threshold", "count");
+  CAPTURE(exact, t, start, retained);
+  OnText run = run_with(start, t, exact, retained);
   run.prefill(prompt);
   for (int i = 0; i < steps; ++i) run.step();
   const int layers = run.config().layers, first = std::min(static_cast<int>(layers * start), layers - 2);
@@ -65,8 +89,7 @@ TEST_CASE("minicache holds of real text what a plain implementation holds") {
           const auto p = static_cast<std::size_t>(i);
           distance.push_back(std::acos(std::min(1., dot(a[p][h], b[p][h]) / length(a[p][h]) / length(b[p][h]))));
         }
-        const auto most = best(distance, positions_to(prompt), static_cast<std::size_t>(std::ceil(exact * prompt)));
-        const std::set<int> stay(most.begin(), most.end());
+        const std::set<int> stay = staying(distance, exact, retained);
         const auto got = run.stored(side, layer, head);
         REQUIRE(got.size() == prompt + steps);
         for (std::size_t p = 0; p < got.size(); ++p) {
@@ -88,11 +111,12 @@ TEST_CASE("minicache holds of real text what a plain implementation holds") {
 TEST_CASE("minicache merges what a second prompt and the steps before it added") {
   constexpr int first = 80, between = 3, second = 40, all = first + between + second;
   const double exact = GENERATE(0., 0.05);
-  CAPTURE(exact);
-  OnText run = run_with(0.5, .6, exact);
+  const std::string retained = GENERATE("threshold", "count");
+  CAPTURE(exact, retained);
+  OnText run = run_with(0.5, .6, exact, retained);
   run.prefill(first);
   for (int i = 0; i < between; ++i) run.step();
-  OnText before = run_with(0.5, .6, exact);
+  OnText before = run_with(0.5, .6, exact, retained);
   before.prefill(first);
   run.prefill(second);
   std::size_t differ = 0, merged_now = 0;
@@ -109,8 +133,7 @@ TEST_CASE("minicache merges what a second prompt and the steps before it added")
         for (std::size_t t = 0; t < all; ++t)
           distance.push_back(
               std::acos(std::min(1., dot(rows[0][t], rows[1][t]) / length(rows[0][t]) / length(rows[1][t]))));
-        const auto most = best(distance, positions_to(all), static_cast<std::size_t>(std::ceil(exact * all)));
-        const std::set<int> stay(most.begin(), most.end());
+        const std::set<int> stay = staying(distance, exact, retained);
         const auto a = run.stored(side, layer, head), b = run.stored(side, layer + 1, head);
         REQUIRE(a.size() == all);
         for (std::size_t t = 0; t < all; ++t) {

@@ -13,27 +13,71 @@ struct Rule {
   bool norm_scale = true;
 };
 
-// The scores of keys by the rank largest components of a group's queries.
-std::vector<double> scores_of(const std::vector<std::vector<double>>& queries,
-                              const std::vector<std::vector<double>>& keys, const Rule& rule) {
+using Rows = std::vector<std::vector<double>>;
+
+// Each query head's scores of keys, by the rank largest components of the group's queries.
+Rows scores_of_heads(const Rows& queries, const Rows& keys, const Rule& rule) {
   const std::size_t dim = queries[0].size();
-  std::vector<double> size(dim), scores(keys.size());
+  std::vector<double> size(dim);
   for (const auto& q : queries)
     for (std::size_t d = 0; d < dim; ++d) size[d] += std::abs(q[d]);
   const std::vector<int> largest = best(size, positions_to(static_cast<int>(dim)), rule.rank);
+  Rows scores;
   for (const auto& q : queries) {
     double all = 0, large = 0;
     for (const double x : q) all += std::abs(x);
     for (const int d : largest) large += std::abs(q[static_cast<std::size_t>(d)]);
     const double scale = rule.norm_scale ? std::sqrt(static_cast<double>(dim) * large / all) : 1;
+    auto& own = scores.emplace_back(keys.size());
     for (std::size_t t = 0; t < keys.size(); ++t)
       for (const int d : largest)
-        scores[t] += q[static_cast<std::size_t>(d)] * keys[t][static_cast<std::size_t>(d)] / scale;
+        own[t] += q[static_cast<std::size_t>(d)] * keys[t][static_cast<std::size_t>(d)] / scale;
   }
   return scores;
 }
 
-void check_reads(const std::map<std::string, ParamValue>& params, const Rule& rule) {
+// Their sums over the group.
+std::vector<double> scores_of(const Rows& queries, const Rows& keys, const Rule& rule) {
+  std::vector<double> sums(keys.size());
+  for (const auto& own : scores_of_heads(queries, keys, rule))
+    for (std::size_t t = 0; t < own.size(); ++t) sums[t] += own[t];
+  return sums;
+}
+
+struct Filled {
+  double share = 0;            // of the estimated attention that the tokens read have
+  std::vector<double> output;  // of attention to them, and the mean value for the rest
+};
+
+Filled filled(const std::vector<double>& query, const Rows& keys, const Rows& values, std::vector<double> scores,
+              const std::vector<int>& read, bool norm_scale = true) {
+  const std::size_t dim = values[0].size();
+  if (!norm_scale)
+    for (double& x : scores) x /= std::sqrt(static_cast<double>(query.size()));
+  Filled out;
+  const std::vector<double> estimate = softmax(scores);
+  std::vector<double> logits;
+  for (const int t : read) {
+    out.share += estimate[static_cast<std::size_t>(t)];
+    logits.push_back(dot(query, keys[static_cast<std::size_t>(t)]) / std::sqrt(static_cast<double>(query.size())));
+  }
+  const std::vector<double> exact = softmax(logits);
+  for (std::size_t d = 0; d < dim; ++d) {
+    double mean = 0, y = 0;
+    for (const auto& v : values) mean += v[d] / static_cast<double>(values.size());
+    for (std::size_t i = 0; i < read.size(); ++i) y += exact[i] * values[static_cast<std::size_t>(read[i])][d];
+    out.output.push_back(out.share * y + (1 - out.share) * mean);
+  }
+  return out;
+}
+
+Rows of_head(const SeenRows& rows, int head) {
+  Rows out;
+  for (const auto& heads : rows.at) out.push_back(heads[static_cast<std::size_t>(head)]);
+  return out;
+}
+
+void check_reads(const std::map<std::string, ParamValue>& params, const Rule& rule, bool fills = false) {
   OnText run(Role::policy, "sparq", params, tokens, prompt + steps, 8);
   run.prefill(prompt);
   for (int step = 0; step < steps; ++step) {
@@ -44,14 +88,23 @@ void check_reads(const std::map<std::string, ParamValue>& params, const Rule& ru
         CAPTURE(step, layer, head);
         const auto& here = run.layer(layer);
         const auto& of_step = here.queries.at.back();
-        std::vector<std::vector<double>> keys;
-        for (const auto& heads : here.keys.at) keys.push_back(heads[static_cast<std::size_t>(head)]);
-        auto scores =
-            scores_of({of_step.begin() + head * run.group(), of_step.begin() + (head + 1) * run.group()}, keys, rule);
+        const Rows keys = of_head(here.keys, head),
+                   queries{of_step.begin() + head * run.group(), of_step.begin() + (head + 1) * run.group()};
+        auto scores = scores_of(queries, keys, rule);
         std::fill(scores.end() - rule.local - 1, scores.end(), INFINITY);
         std::vector<int> read = here.read[static_cast<std::size_t>(step)][static_cast<std::size_t>(head)];
         std::sort(read.begin(), read.end());
         CHECK(read == best(scores, positions_to(seen), tokens));
+        if (!fills || step % 8 > 0) continue;
+        const Rows of_heads = scores_of_heads(queries, keys, rule), values = of_head(here.values, head);
+        for (std::size_t g = 0; g < queries.size(); ++g) {
+          Filled wanted = filled(queries[g], keys, values, of_heads[g], read, rule.norm_scale);
+          const auto& got = here.outputs.at.back()[static_cast<std::size_t>(head * run.group()) + g];
+          double most = 0, size = 0;
+          for (std::size_t d = 0; d < got.size(); ++d)
+            most = std::max(most, std::abs(got[d] - wanted.output[d])), size = std::max(size, std::abs(got[d]));
+          CHECK(most < 1e-4 * size);
+        }
       }
   }
 }
@@ -65,6 +118,10 @@ TEST_CASE("sparq: the card's scores") {
   CHECK(scores[1] == Approx(1.0801).epsilon(1e-4));
   CHECK(scores[2] == Approx(-1.0801).epsilon(1e-4));
   CHECK(best(scores, positions_to(3), 2) == std::vector<int>{0, 1});
+  const Filled out =
+      filled({2, -1, .5, 0}, {{1, 0, 0, 0}, {0, -2, 0, 0}, {-1, 0, 4, 0}}, {{1}, {3}, {11}}, scores, {0, 1});
+  CHECK(out.share == Approx(.9455).epsilon(1e-4));
+  CHECK(out.output[0] == Approx(2.1635).epsilon(1e-4));
 }
 
 TEST_CASE("sparq reads on real text what a plain implementation reads") {
@@ -73,6 +130,29 @@ TEST_CASE("sparq reads on real text what a plain implementation reads") {
   check_reads({{"rank", std::int64_t{3}}, {"norm_scale", false}}, {.rank = 3, .norm_scale = false});
   check_reads({{"key_copy", false}}, {});
   check_reads({{"key_copy", false}, {"rank", std::int64_t{5}}, {"local", 0.}}, {.rank = 5, .local = 0});
+}
+
+TEST_CASE("sparq fills what it leaves out with the mean value, as a plain implementation does") {
+  const std::pair<const std::string, ParamValue> groups{"mean_value_of_groups", true};
+  check_reads({groups}, {}, true);
+  check_reads({groups, {"key_copy", false}}, {}, true);
+  check_reads({groups, {"rank", std::int64_t{5}}, {"local", 0.}}, {.rank = 5, .local = 0}, true);
+  check_reads({groups, {"rank", std::int64_t{3}}, {"norm_scale", false}}, {.rank = 3, .norm_scale = false}, true);
+}
+
+TEST_CASE("sparq reads all of a short text as the full cache does, and fills nothing where query heads share") {
+  const auto outputs = [](const std::string& policy, const std::map<std::string, ParamValue>& params, int budget) {
+    OnText run(Role::policy, policy, params, budget, 64, 8);
+    run.prefill(20);
+    run.step();
+    return run.layer(2).outputs.at.back();
+  };
+  const auto full = outputs("full", {}, 0);
+  CHECK(outputs("sparq", {{"mean_value_of_groups", true}}, 21) == full);
+  const auto read = outputs("sparq", {{"mean_value", false}}, tokens - 10);
+  CHECK(outputs("sparq", {}, tokens - 10) == read);
+  CHECK(outputs("sparq", {{"mean_value_of_groups", true}}, tokens - 10) != read);
+  CHECK(outputs("sparq", {{"mean_value_of_groups", true}, {"mean_value", false}}, tokens - 10) == read);
 }
 
 TEST_CASE("sparq: dense layers, short prompts, and what it cannot obey") {

@@ -1,13 +1,44 @@
 // SubGen: tokens that leave a window join a sketch. Sampled keys of clusters estimate the denominator of the softmax.
 // Tokens that are drawn by the squared size of their values estimate its numerator. Zandieh et al. 2024.
+#include <kvlab/centres.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/random.hpp>
 #include <kvlab/sketch.hpp>
 #include <kvlab/streaming_heads.hpp>
 
+#include <algorithm>
+#include <limits>
 #include <vector>
 
 namespace {
+
+// The deterministic relative of the paper's experiments: greedy k-center over keys, and the newest tokens.
+class KCenter final : public kvlab::Scorer {
+ public:
+  explicit KCenter(const kvlab::Params& p)
+      : sinks_(p.get<int>("sinks")), window_(p.get<double>("window")), every_(p.get<int>("every")) {}
+
+  kvlab::Needs needs() const override { return kvlab::Needs{}.capturable(true); }
+  kvlab::Pins pins(int tokens) const override {
+    return {.first = sinks_, .last = std::clamp(static_cast<int>(window_ * tokens), 0, std::max(0, tokens - sinks_))};
+  }
+  int every() const override { return every_; }
+
+  // Centres rank by the order in which they are found, and all other tokens below them.
+  void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {
+    int most = 1;
+    for (int row = 0; row < kv.rows(); ++row) most = std::max(most, std::min(kv.max_length, kv.budget_tokens(row)));
+    const kvlab::Scores nearest = kv.kv_head_scores("squared distances");
+    kvlab::ops::set_pinned(kv.pages, {.last = kv.max_length}, 0, nearest, s);
+    kvlab::ops::set_pinned(kv.pages, pins(most), -std::numeric_limits<float>::infinity(), nearest, s);
+    kvlab::ops::farthest_first(kv.keys, most, nearest, out, s);
+  }
+
+ private:
+  int sinks_;
+  double window_;
+  int every_;
+};
 
 class SubGen final : public kvlab::Policy {
  public:
@@ -71,4 +102,10 @@ KVLAB_PLUGIN(kvlab::policy<SubGen>("subgen",
                  .param("sinks", 4, 0, kvlab::any, "first tokens that stay")
                  .param("window", 256, 1, kvlab::any, "newest tokens that stay")
                  .param("seed", std::uint64_t{0}, 0, kvlab::any, "of the samples")
-                 .component("sketch", "off = what leaves is gone, as in streaming_llm"))
+                 .component("sketch", "off = what leaves is gone, as in streaming_llm"),
+             kvlab::scorer<KCenter>("k_center",
+                                    "keeps tokens whose keys lie far apart, and the newest: greedy k-center, as in "
+                                    "SubGen's experiments (Zandieh et al. 2024)")
+                 .param("sinks", 0, 0, kvlab::any, "first tokens that stay, part of the budget")
+                 .param("window", 0.5, 0, 1, "newest tokens that stay, as a share of the budget")
+                 .param("every", 0, 0, kvlab::any, "decode steps between evictions, 0 = the prompt only"))

@@ -165,3 +165,33 @@ TEST_CASE("subgen: short texts stay whole, no sketch is streaming_llm, and what 
   CHECK_THROWS_WITH(make({{"values", std::int64_t{0}}}), Catch::Contains("values"));
   CHECK_THROWS_WITH(make({{"radius", -1.}}), Catch::Contains("radius"));
 }
+
+TEST_CASE("k_center keeps on real text what a plain greedy k-center keeps") {
+  constexpr int tokens = 130, budget = 40;
+  const double share = GENERATE(0.5, 0.);
+  const int first = GENERATE(0, 3), newest = static_cast<int>(share * budget);
+  CAPTURE(share, first);
+  OnText run("k_center", {{"window", share}, {"sinks", std::int64_t{first}}}, budget, tokens + 1);
+  run.prefill(tokens);
+  for (int layer = 0; layer < run.config().layers; ++layer)
+    for (int head = 0; head < run.config().kv_heads; ++head) {
+      CAPTURE(layer, head);
+      const auto& keys = run.layer(layer).keys.at;
+      std::vector<int> kept;
+      std::vector<double> nearest(tokens, INFINITY);
+      for (int t = 0; t < tokens; ++t)
+        if (t < first || t >= tokens - newest) kept.push_back(t), nearest[static_cast<std::size_t>(t)] = -1;
+      while (std::ssize(kept) < budget) {
+        const auto far = static_cast<std::size_t>(std::max_element(nearest.begin(), nearest.end()) - nearest.begin());
+        kept.push_back(static_cast<int>(far));
+        for (std::size_t t = 0; t < tokens; ++t) {
+          std::vector<double> apart = keys[t][static_cast<std::size_t>(head)];
+          for (std::size_t d = 0; d < apart.size(); ++d) apart[d] -= keys[far][static_cast<std::size_t>(head)][d];
+          nearest[t] = std::min(nearest[t], dot(apart, apart));
+        }
+        nearest[far] = -1;
+      }
+      std::sort(kept.begin(), kept.end());
+      CHECK(run.kept(layer, head) == kept);
+    }
+}

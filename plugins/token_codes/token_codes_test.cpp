@@ -1,4 +1,5 @@
 #include <catch2/catch.hpp>
+#include <cmath>
 #include <map>
 
 #include "ops/page/paged.hpp"
@@ -32,6 +33,36 @@ TEST_CASE("token_codes: the names say how many bits a page gives keys and values
   }
   CHECK(spec_of("k8v8") == spec_of("int8"));
   CHECK_THROWS_AS(spec_of("k16v8", {{"keys", false}}), Error);
+}
+
+// The card's vectors, through a page of the store.
+TEST_CASE("atom: a rounded zero, by hand") {
+  const auto stored = [](const std::map<std::string, ParamValue>& given, std::vector<float> x) {
+    x.resize(16, x.back());
+    const PageLayout l = ops::make_layout(DType::f32, spec_of("atom", given), 1, 16, 0);
+    std::vector<std::byte> frame(static_cast<std::size_t>(l.bytes));
+    ops::write_token(frame.data(), l, 0, x.data(), x.data(), 0);
+    std::vector<float> out(16);
+    ops::read_row(frame.data(), l, KvSide::key, 0, out.data());
+    return out;
+  };
+  const std::vector<float> card = stored({}, {-1, 0, .33f, 2});  // scale .2, zero 5
+  CHECK(card[0] == Approx(-1).margin(2e-3));
+  CHECK(card[1] == Approx(0).margin(1e-3));
+  CHECK(card[2] == Approx(.4).margin(2e-3));
+  CHECK(card[3] == Approx(2).margin(2e-3));
+  const std::map<std::string, ParamValue> eight{{"bits", std::int64_t{8}}},
+      real{{"bits", std::int64_t{8}}, {"zero", std::string("real")}};
+  CHECK(std::abs(stored(eight, {-1, 0, 1})[1]) < 1e-4);  // 127.5 is a tie, which rounding of the scale may break
+  CHECK(stored(real, {-1, 0, 1})[1] == Approx(.0039).margin(1e-4));
+  // Numbers of one sign: the zero cannot be below the codes, and 15 scales are 2.
+  CHECK(stored({}, {10, 12})[0] == Approx(2).epsilon(1e-3));
+  CHECK(stored({{"zero", std::string("real")}}, {10, 12})[0] == 10);
+  // The range is at least 1e-5.
+  CHECK(stored({}, {-3})[0] == Approx(-1e-5).epsilon(.1));
+  CHECK(spec_of("atom", real) == spec_of("int8"));
+  CHECK(spec_of("atom", {{"zero", std::string("real")}}) == spec_of("int4"));
+  CHECK_THROWS_WITH(spec_of("atom", {{"bits", std::int64_t{3}}}), Catch::Contains("got 3 bits, wanted 2, 4 or 8"));
 }
 
 TEST_CASE("token_codes: bytes of a token as on LeanKV's card, one state column included") {

@@ -256,4 +256,4 @@ class Keyformer(Evicting):
         return top(self.pinned(self.score[layer, kv][head]), self.tokens)
 
 
-policies.POLICIES.update(keyformer=Keyformer, cake=Cake, scissorhands=Scissorhands, raas=Raas, morphkv=MorphKv)
+policies.POLICIES.update(keyformer=Keyformer, cake=Cake, scissorhands=Scissorhands, raas_tokens=Raas, morphkv=MorphKv)

@@ -52,7 +52,7 @@ CASES = {
 # The threshold of RaaS lies where these models' attention does, at about 1 / 24.
 CAKE = {"name": "cake", "budget": BUDGET, "window": 8, "gamma": 200.0, "kernel": 5, "pooling": "average", "every": 1}
 SCISSORHANDS = {"name": "scissorhands", "budget": BUDGET, "window": 6, "recent": 4, "drop": 6}
-RAAS = {"name": "raas", "budget": BUDGET, "threshold": 0.04}
+RAAS = {"name": "raas_tokens", "budget": BUDGET, "threshold": 0.04}
 LONG_RAAS = {**RAAS, "budget": {"tokens": 90}, "threshold": 0.012}
 MORPHKV = {"name": "morphkv", "budget": BUDGET, "window": 8, "fusion": "max"}
 KEYFORMER = {"name": "keyformer", "budget": BUDGET, "recent": 30, "steps": 16}
@@ -66,7 +66,7 @@ EVICTING = {
     "scissorhands_short_window": {**SCISSORHANDS, "drop": 12},
     "scissorhands_long_window": {**SCISSORHANDS, "window": 12, "drop": 4},
     "scissorhands_each_head": {**SCISSORHANDS, "window": 8, "drop": 1, "each_head": True},
-    "raas": RAAS,
+    "raas_tokens": RAAS,
     "raas_prompt_fits": LONG_RAAS,
     "raas_prompt_as_others": {**LONG_RAAS, "keep_prompt": False},
     "raas_max": {**RAAS, "group": "max", "threshold": 0.06, "every": 4, "sinks": 2, "window": 3},
@@ -203,7 +203,7 @@ HETEROCACHE = {"name": "heterocache", "budget": {"tokens": 56}, "threshold": 0.5
                "profile": {"role": [[2, 3], [3, 2], [0, 1]], "pivot_of": [[-1, 0], [1, -1], [-1, -1]],
                            "stable": [[0.8, 0.6], [0.3, 0.9], [0.7, 0.4]]}}
 UNSTABLE = {**HETEROCACHE["profile"], "stable": [[0.8, 0.02], [0.3, 0.9], [0.7, 0.4]]}
-MINICACHE = {"name": "minicache", "start": 0.5, "t": 0.6, "exact": 0.05}
+MINICACHE = {"name": "minicache", "start": 0.5, "t": 0.6, "exact": 0.05, "retained": "count"}
 LEANKV = {"name": "leankv", "page_size": 4, "window": 12, "high_from": 1.0, "low_from": 0.7}
 KVQUANT = {"name": "kvquant", "bits": 3, "outlier_share": 0.05}
 ORACLE_EVICT = {"name": "oracle_evict", "budget": BUDGET}
@@ -271,7 +271,7 @@ PROFILE = {"gate": [[.3, .9, .1, .5], [.6, .1, .8, .2], [.6, .0, .4, .7], [.2, .
            "unstable": [[1, 0, 0, 0], [0, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0]] * 2}
 TEXT = {name: specs[name] for specs, names in (
     (CASES, "window streaming_llm snapkv snapkv_pyramid snapkv_adakv h2o knorm quest"),
-    (EVICTING, "cake scissorhands raas keyformer keyformer_noise morphkv criticalkv zigzagkv cake_over_layers"),
+    (EVICTING, "cake scissorhands raas_tokens keyformer keyformer_noise morphkv criticalkv zigzagkv cake_over_layers"),
     (HEADS, "duo_attention razor_attention omnikv sparq"),
     (RETRIEVAL, "arkvale twilight clusterkv squeezed_attention infllm lserve infinigen_share shadowkv think fastgen"),
     (OFFLOADING, "freekv flexicache flexicache_waits"),

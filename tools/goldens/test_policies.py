@@ -93,13 +93,13 @@ def test_scissorhands():
 
 
 def test_raas():
-    policy = policies.make({"name": "raas", "budget": {"tokens": 4}}, model())
+    policy = policies.make({"name": "raas_tokens", "budget": {"tokens": 4}}, model())
     policy.stamp[0, 0] = {0: 7, 1: 3, 2: 9, 3: 3, 4: 40}
     assert lists(policy.after(0, [torch.arange(5)], [None])) == [[0, 2, 3, 4]]
     policy.stamp[0, 0], policy.steps[0] = {0: 5, 1: 6, 2: 7, 3: 8}, 11
     policy.attended(0, None, None, [torch.arange(4)], [torch.tensor([[.6, .39995, .00005, 0]])])
     assert policy.stamp[0, 0] == {0: 12, 1: 12, 2: 7, 3: 8}
-    policy = policies.make({"name": "raas", "budget": {"tokens": 3}}, model())  # the prompt fits, so it stays
+    policy = policies.make({"name": "raas_tokens", "budget": {"tokens": 3}}, model())  # the prompt fits, so it stays
     assert lists(policy.prompt(0, prompt(2))) == [[0, 1]]
     policy.attended(0, None, None, [torch.arange(3)], [torch.tensor([[0, 0, 1.]])])
     policy.attended(0, None, None, [torch.arange(4)], [torch.tensor([[0, 0, 1., 0]])])

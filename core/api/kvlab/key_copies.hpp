@@ -132,15 +132,18 @@ void copy_channels(const PagedKv& kv, int newest, const KeyChannels& channels, S
 // For each KV head the `rank` channels in which its query heads are largest: by the sum of their magnitudes. Ties go to
 // the lower channel. vectors[row, kv_head, d] = sum over the group of the query's element d, in these channels, and 0
 // in all others. norm_scale divides each query head by sqrt(head_dim * share) first. The share is what these channels
-// have of the sum of its magnitudes (Ribar et al. 2024). A query of zeros stays so. channels: the list, with room for
-// `rank`. queries: [row, query head, head_dim], contiguous along head_dim. Sums are in f64. Bytes: queries and vectors.
+// have of the sum of its magnitudes (Ribar et al. 2024). A query of zeros stays so. Vectors of query heads get each its
+// own elements, not the sum. channels: the list, with room for `rank`. queries: [row, query head, head_dim], contiguous
+// along head_dim. Sums are in f64. Bytes: queries and vectors.
 void large_channels(const PagedKv& kv, View<const float, 3> queries, int rank, bool norm_scale,
                     const IndexList& channels, View<float, 3> vectors, Stream s);
 
 // out[row, kv_head, token] = the sum over the listed channels d of vectors[row, kv_head, d] * element d of the key, as
 // copied. The `newest` last places get +inf. It reads no page. Bytes: the listed channels of all tokens, and out.
+// With `each`, vectors are of query heads. each[row, query head, token] is a query head's product, the newest places
+// included, and out the sum over the group. Bytes: each, too.
 void channel_dot(const PagedKv& kv, View<const float, 3> vectors, const IndexList& channels, const KeyChannels& copy,
-                 int newest, Scores out, Stream s);
+                 int newest, Scores out, Stream s, Scores each = {});
 
 }  // namespace ops
 }  // namespace kvlab

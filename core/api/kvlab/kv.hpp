@@ -30,8 +30,9 @@ enum class Tier : std::uint8_t { device, host, disk };
 enum class RopeRegime : std::uint8_t { original, cache_relative, re_rotate };
 
 // What the bits of a code mean. integer: an unsigned number. e4m3: an FP8 number of 1 sign bit, 4 bits of exponent and
-// 3 of mantissa. It reaches from -448 to 448 and has no infinity.
-enum class CodeKind : std::uint8_t { integer, e4m3 };
+// 3 of mantissa. It reaches from -448 to 448 and has no infinity. whole_zero: an unsigned number, one of which reads as
+// about 0.
+enum class CodeKind : std::uint8_t { integer, e4m3, whole_zero };
 
 // Which numbers share a scale. token: elements of one token. channel: one element of several tokens of a page, as KIVI
 // stores keys.
@@ -43,10 +44,12 @@ enum class CodeAxis : std::uint8_t { token, channel };
 // means all head_dim elements or all tokens of the page. Groups must divide these. A codec with a side of axis channel
 // or with groups is `grouped`: only Edits::encode stores a page in it, and no token of that page can be replaced.
 // integer: scale = (max - min) / (2^bits - 1) and zero = min (plain_quant, LeanKV). e4m3: scale = max |x| / 448 and
-// zero = 0. Both stay within 65504. A code is the one nearest to (x - zero) / scale, with the stored scale and zero.
-// Ties go to even, and what lies outside saturates. A token whose stored scale is 0 has the codes 0.
-// NaN counts neither for max nor for min. As an integer it becomes code 0; in e4m3 it stays NaN. Infinities read as
-// finite numbers. Element e lies at bit e * bits of its row, little end first.
+// zero = 0. whole_zero (Atom): scale = max(max - min, 1e-5) / (2^bits - 1), and zero = -scale * z. z is -min / scale,
+// rounded to the nearest whole number, ties to even, and within the codes. So numbers of one sign saturate: those of
+// 10 to 12 become 2. Both stay within 65504. A code is the one nearest to (x - zero) / scale, with the stored scale and
+// zero. Ties go to even, and what lies outside saturates. A token whose stored scale is 0 has the codes 0. NaN counts
+// neither for max nor for min. As an integer it becomes code 0; in e4m3 it stays NaN. Infinities read as finite
+// numbers. Element e lies at bit e * bits of its row, little end first.
 struct CodecSide {
   std::uint8_t bits = 0;              // 0 | 2 | 4 | 8
   CodeKind kind = CodeKind::integer;  // e4m3 has 8 bits

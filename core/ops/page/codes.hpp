@@ -69,7 +69,14 @@ constexpr CodeScale code_scale(CodecSide side, float min, float max) {
   const auto within = [](float x) { return x < -most ? -most : x < most ? x : most; };
   // The sums turn -0 into 0: which of both a minimum is depends on the order.
   if (side.kind == CodeKind::e4m3) return {within((-min < max ? max : -min) / 448.f) + 0.f, 0};
-  return {min < max ? within((max - min) / static_cast<float>(most_code(side.bits))) : 0, within(min) + 0.f};
+  const auto most_of = static_cast<float>(most_code(side.bits));
+  if (side.kind == CodeKind::whole_zero) {
+    constexpr float least_range = 1e-5f, shift = 0x1.8p23f;  // a sum with the shift rounds to a whole number
+    const float range = max - min > least_range ? max - min : least_range, scale = within(range / most_of);
+    const float below = -min / scale, above = below > 0 ? below : 0, z = (above < most_of ? above : most_of) + shift;
+    return {scale, within(-scale * (z - shift)) + 0.f};
+  }
+  return {min < max ? within((max - min) / most_of) : 0, within(min) + 0.f};
 }
 
 // Code of a number in units of the scale. An integer rounds to the nearest, ties to even, and NaN is 0.

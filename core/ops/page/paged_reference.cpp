@@ -33,14 +33,14 @@ std::vector<double> e4m3_numbers() {
 }
 
 double code_value(CodecSide side, int code) {
-  if (side.kind == CodeKind::integer) return code;
+  if (side.kind != CodeKind::e4m3) return code;
   if (code % 128 == 127) return NAN;
   static const std::vector<double> number = e4m3_numbers();
   return code < 128 ? number[code] : -number[code - 128];
 }
 
 int nearest_code(CodecSide side, float x, float scale, float zero) {
-  if (side.kind == CodeKind::integer) {
+  if (side.kind != CodeKind::e4m3) {
     if (scale == 0 || std::isnan(x)) return 0;
     return static_cast<int>(std::nearbyint(std::clamp((x - zero) / scale, 0.f, std::ldexp(1.f, side.bits) - 1)));
   }
@@ -82,6 +82,10 @@ void write_codes(std::byte* row, std::byte* meta, CodecSide side, int head_dim, 
                 hi = *std::max_element(numbers.begin(), numbers.end());
     if (side.kind == CodeKind::e4m3) {
       scale = std::max(std::abs(lo), std::abs(hi)) / 448;
+    } else if (side.kind == CodeKind::whole_zero) {
+      const float most = std::ldexp(1.f, side.bits) - 1;
+      scale = std::max(hi - lo, 1e-5f) / most;
+      zero = -scale * std::nearbyint(std::clamp(-lo / scale, 0.f, most));
     } else {
       scale = lo == hi ? 0 : (hi - lo) / (std::ldexp(1.f, side.bits) - 1);
       zero = lo == 0 ? 0 : std::clamp(lo, -65504.f, 65504.f);

@@ -37,10 +37,11 @@ void check_list_of(const PagedKv& kv, const IndexList& channels, const char* op)
     fail(Errc::internal, op, "got a list of channels of another shape, wanted [row, kv_head, channel]");
 }
 
-void check_vectors(const PagedKv& kv, const View<const float, 3>& vectors, const char* op) {
-  if (!vectors || vectors.extent[0] < kv.rows || vectors.extent[1] != kv.kv_heads || vectors.extent[2] != kv.head_dim ||
+void check_vectors(const PagedKv& kv, const View<const float, 3>& vectors, std::int64_t heads, const char* op) {
+  if (!vectors || vectors.extent[0] < kv.rows || vectors.extent[1] != heads || vectors.extent[2] != kv.head_dim ||
       vectors.stride[2] != 1)
-    fail(Errc::internal, op, "got vectors of another shape, wanted [row, kv_head, head_dim]");
+    fail(Errc::internal, op,
+         "got vectors of another shape, wanted [row, head, head_dim] of " + std::to_string(heads) + " heads");
 }
 
 // A channel's numbers in the copy's dtype.
@@ -73,7 +74,8 @@ void large_channels(const PagedKv& kv, View<const float, 3> queries, int rank, b
   const char* op = "large_channels";
   check_kv(kv, op, s);
   check_list_of(kv, channels, op);
-  check_vectors(kv, vectors, op);
+  const bool each = vectors.extent[1] == queries.extent[1];
+  check_vectors(kv, vectors, each ? queries.extent[1] : kv.kv_heads, op);
   const int dim = kv.head_dim;
   if (queries.extent[0] < kv.rows || queries.extent[1] % kv.kv_heads || queries.extent[2] != dim ||
       queries.stride[2] != 1)
@@ -112,43 +114,53 @@ void large_channels(const PagedKv& kv, View<const float, 3> queries, int rank, b
           const int d = order[static_cast<std::size_t>(i)];
           sum[static_cast<std::size_t>(d)] += by * double{query(g)[d]};
         }
+        if (g + 1 < group && !each) continue;
+        float* to = &vectors(r, each ? h * group + g : h, 0);
+        for (int d = 0; d < dim; ++d) to[d] = static_cast<float>(sum[static_cast<std::size_t>(d)]);
+        std::fill(sum.begin(), sum.end(), 0.);
       }
-      for (int d = 0; d < dim; ++d) vectors(r, h, d) = static_cast<float>(sum[static_cast<std::size_t>(d)]);
     }
 }
 
 void channel_dot(const PagedKv& kv, View<const float, 3> vectors, const IndexList& channels, const KeyChannels& copy,
-                 int newest, Scores out, Stream s) {
+                 int newest, Scores out, Stream s, Scores each) {
   const char* op = "channel_dot";
   check_kv(kv, op, s);
   check_channels(kv, copy, op, s);
   check_kv_scores(kv, out, "out", op, s);
-  check_vectors(kv, vectors, op);
+  if (each) check_scores(kv, each, "each", op, s);
+  check_vectors(kv, vectors, each ? each.extent[1] : kv.kv_heads, op);
   check_list_of(kv, channels, op);
   check_newest(newest, op);
-  if (s.device() == Device::cuda) return on_cuda<channel_dot>(kv, vectors, channels, copy, newest, out, s);
+  if (s.device() == Device::cuda) return on_cuda<channel_dot>(kv, vectors, channels, copy, newest, out, s, each);
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h)
       for (int i = 0; i < channels.count(channels.at(r), h); ++i)
         if (const int d = channels.index(channels.at(r), h, i); d < 0 || d >= kv.head_dim)
           fail(Errc::internal, op,
                "got channel " + std::to_string(d) + " in a list, wanted one of " + std::to_string(kv.head_dim));
+  const int group = static_cast<int>(vectors.extent[1]) / kv.kv_heads;
 #pragma omp parallel for collapse(2) schedule(dynamic) if (worth_threads(kv.rows * kv.kv_heads * longest(kv)))
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
       const int n = kv.tokens(r, h);
       const std::int64_t at = channels.at(r);
       for (int first = 0; first < n; first += block) {
-        float* sums = &out(r, h, first);
         const int count = std::min(block, n - first);
-        std::fill_n(sums, count, 0.f);
-        for (int i = 0; i < channels.count(at, h); ++i) {
-          const int d = channels.index(at, h, i);
-          const std::byte* channel = copy.at(kv.slots[r], h, first / block, d);
-          if (copy.dtype == DType::f32)
-            add_channel(reinterpret_cast<const float*>(channel), count, vectors(r, h, d), sums);
-          else
-            add_channel(reinterpret_cast<const bf16*>(channel), count, vectors(r, h, d), sums);
+        float* total = &out(r, h, first);
+        if (each) std::fill_n(total, count, 0.f);
+        for (int q = h * group; q < (h + 1) * group; ++q) {
+          float* sums = each ? &each(r, q, first) : total;
+          std::fill_n(sums, count, 0.f);
+          for (int i = 0; i < channels.count(at, h); ++i) {
+            const int d = channels.index(at, h, i);
+            const std::byte* channel = copy.at(kv.slots[r], h, first / block, d);
+            if (copy.dtype == DType::f32)
+              add_channel(reinterpret_cast<const float*>(channel), count, vectors(r, q, d), sums);
+            else
+              add_channel(reinterpret_cast<const bf16*>(channel), count, vectors(r, q, d), sums);
+          }
+          if (each) add_channel(sums, count, 1.f, total);
         }
       }
       for (int t = n - std::min(n, newest); t < n; ++t) out(r, h, t) = std::numeric_limits<float>::infinity();

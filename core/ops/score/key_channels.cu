@@ -75,6 +75,7 @@ __global__ void __launch_bounds__(most_dim) large_kernel(View<const float, 3> qu
   const unsigned bits = __ballot_sync(all_lanes, large);
   if (lane == 0) chosen[warp] = bits;
   double sum = 0;
+  const bool each = vectors.extent[1] == queries.extent[1];
   const int warps = static_cast<int>(blockDim.x) / 32;
   for (int g = 0; g < group; ++g) {
     const double x = query(g);
@@ -89,9 +90,10 @@ __global__ void __launch_bounds__(most_dim) large_kernel(View<const float, 3> qu
       by = share > 0 ? 1 / sqrt(dim * share / total) : 0;
     }
     sum += by * x;
+    if (each && d < dim) vectors(row, head * group + g, d) = large ? static_cast<float>(by * x) : 0.f;
   }
   __syncthreads();
-  if (d < dim) vectors(row, head, d) = large ? static_cast<float>(sum) : 0.f;
+  if (!each && d < dim) vectors(row, head, d) = large ? static_cast<float>(sum) : 0.f;
   const std::int64_t at = channels.at(row);
   if (large) {
     int before = __popc(bits & ((1u << lane) - 1));
@@ -170,6 +172,59 @@ __global__ void __launch_bounds__(dot_threads) dots_kernel(const __grid_constant
   }
 }
 
+// The same for query heads: a load of a channel serves `together` of them, and a group of more takes several rounds.
+constexpr int together = 4;
+template <class T>
+__global__ void __launch_bounds__(dot_threads)
+    each_dots_kernel(const __grid_constant__ Dots a, const __grid_constant__ Scores each, int group) {
+  __shared__ float factor[most_dim][together];
+  __shared__ int channel[most_dim];
+  const int head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, slot = a.kv.kv.slots[row];
+  const std::int64_t list = a.channels.at(row);
+  const int count = static_cast<int>(
+      min(min(static_cast<std::int64_t>(a.channels.count(list, head)), a.channels.index.extent[2]), a.copy.head_dim));
+  for (int i = threadIdx.x; i < count; i += dot_threads)
+    channel[i] = min(max(a.channels.index(list, head, i), 0), a.kv.head_dim - 1);
+  const std::int64_t room = min(a.out.extent[2], each.extent[2]);
+  const int tokens = a.kv.tokens(row, head),
+            n = static_cast<int>(min(static_cast<std::int64_t>(tokens_of(a.kv, a.copy, row, head)), room)),
+            pinned = tokens - min(tokens, a.newest);
+  for (int first = 0; first < group; first += together) {
+    const int some = min(together, group - first);
+    __syncthreads();
+    for (int i = threadIdx.x; i < count * together; i += dot_threads) {
+      const int g = i % together;
+      factor[i / together][g] = g < some ? a.vectors(row, head * group + first + g, channel[i / together]) : 0.f;
+    }
+    __syncthreads();
+    for (int b = static_cast<int>(blockIdx.x) * dot_warps + static_cast<int>(threadIdx.x) / 32; b * block < n;
+         b += static_cast<int>(gridDim.x) * dot_warps) {
+      const T* from = reinterpret_cast<const T*>(a.copy.at(slot, head, b, 0)) + 8 * lane;
+      const int t = b * block + 8 * lane;
+      if (t >= n) continue;
+      float sum[together][8] = {}, total[8] = {};
+#pragma unroll 4
+      for (int i = 0; i < count; ++i) {
+        float key[8] = {};
+        add_eight(from + channel[i] * block, 1.f, key);
+#pragma unroll
+        for (int g = 0; g < together; ++g)
+#pragma unroll
+          for (int e = 0; e < 8; ++e) sum[g][e] += factor[i][g] * key[e];
+      }
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (t + e >= n) continue;
+        if (first > 0) total[e] = a.out(row, head, t + e);
+#pragma unroll
+        for (int g = 0; g < together; ++g)
+          if (g < some) each(row, head * group + first + g, t + e) = sum[g][e], total[e] += sum[g][e];
+        a.out(row, head, t + e) = t + e >= pinned ? INFINITY : total[e];
+      }
+    }
+  }
+}
+
 template <class F>
 void with_type(DType dtype, const F& f) {
   if (dtype == DType::f32) return f(0.f);
@@ -200,7 +255,7 @@ void large_channels_cuda(const PagedKv& kv, View<const float, 3> queries, int ra
 }
 
 void channel_dot_cuda(const PagedKv& kv, View<const float, 3> vectors, const IndexList& channels,
-                      const KeyChannels& copy, int newest, Scores out, Stream s) {
+                      const KeyChannels& copy, int newest, Scores out, Stream s, Scores each) {
   if (kv.rows == 0) return;
   const bool whole =
       reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0 && out.stride[0] % 4 == 0 && out.stride[1] % 4 == 0;
@@ -210,7 +265,11 @@ void channel_dot_cuda(const PagedKv& kv, View<const float, 3> vectors, const Ind
   const Dots a{DeviceKv(kv), vectors, channels, copy, out, newest, whole};
   with_type(copy.dtype, [&](auto type) {
     const auto kernel = dots_kernel<decltype(type)>;
-    kernel<<<grid, dot_threads, 0, stream_of(s)>>>(a);
+    const auto each_kernel = each_dots_kernel<decltype(type)>;
+    if (each)
+      each_kernel<<<grid, dot_threads, 0, stream_of(s)>>>(a, each, static_cast<int>(vectors.extent[1]) / kv.kv_heads);
+    else
+      kernel<<<grid, dot_threads, 0, stream_of(s)>>>(a);
   });
   check_launch("channel_dot");
 }

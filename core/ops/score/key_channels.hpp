@@ -8,6 +8,6 @@ void copy_channels_reference(const PagedKv& kv, int newest, const KeyChannels& c
 void large_channels_reference(const PagedKv& kv, View<const float, 3> queries, int rank, bool norm_scale,
                               const IndexList& channels, View<float, 3> vectors);
 void channel_dot_reference(const PagedKv& kv, View<const float, 3> vectors, const IndexList& channels,
-                           const KeyChannels& copy, int newest, Scores out);
+                           const KeyChannels& copy, int newest, Scores out, Scores each = {});
 
 }  // namespace kvlab::ops

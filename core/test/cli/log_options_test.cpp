@@ -135,6 +135,53 @@ TEST_CASE("a method that never acts under a budget that binds fails its cell", "
   CHECK(std::isnan(rows[1].score));
 }
 
+// Each kind of plugin twice: as it acts, and in a setting in which it has nothing to do.
+TEST_CASE("a method of any kind that does nothing fails its cell, and one that acts does not", "[log]") {
+  const Folder folder;
+  test::write_file(
+      folder.experiment,
+      "model: {path: " + test::golden("tiny/llama-gqa3").string() +
+          ", dtype: f32}\ntasks: [text: {prefix: 150, forced: 4, samples: 1}]\n"
+          "policies:\n"
+          "  - {name: scorer acts, scorer: snapkv, window: 8, budget: {tokens: 40}}\n"
+          "  - {name: scorer idle, scorer: snapkv, window: 8, budget: {tokens: 40}, schedule: {prefill: false}}\n"
+          "  - {name: division acts, scorer: snapkv, window: 8, budget: {tokens: 40, split: adakv}}\n"
+          "  - {name: division idle, scorer: snapkv, window: 8, budget: {tokens: 40, split: adakv}, schedule: "
+          "{prefill: "
+          "false}}\n"
+          "  - {name: selector acts, selector: quest, budget: {tokens: 40}, dense_layers: 0}\n"
+          "  - {name: selector idle, selector: quest, budget: {tokens: 40}, dense_layers: 99}\n"
+          "  - {name: policy acts, policy: sparq, budget: {tokens: 40}}\n"
+          "  - {name: policy idle, policy: sparq, budget: {tokens: 40}, dense_layers: 99}\n"
+          "  - {name: codec acts, policy: full, codec: int8}\n"
+          "  - {name: codec idle, policy: full, codec: {int8: {keys: false, values: false}}}\n"
+          "  - {name: coded acts, scorer: snapkv, window: 8, budget: {tokens: 40}, codec: int4}\n"
+          "  - {name: coded idle, scorer: snapkv, window: 8, budget: {tokens: 40}, codec: int4, schedule: {prefill: "
+          "false}}\n"
+          "  - {name: merging acts, policy: minicache}\n"
+          "  - {name: merging idle, policy: minicache, exact: 1, retained: count}\n"
+          "  - {name: pruning acts, policy: think, recent: 8}\n"
+          "  - {name: pruning idle, policy: think, recent: 1000}\n"
+          "  - {name: tiers acts, selector: quest, budget: {tokens: 40}, dense_layers: 0, placement: {tier: host, "
+          "resident: 48}}\n"
+          "  - {name: tiers idle, selector: quest, budget: {tokens: 40}, dense_layers: 99, placement: {tier: host, "
+          "resident: 4096}}\n"
+          "  - {name: places acts, policy: arkvale, budget: {tokens: 40}, dense_layers: 0, sinks: 8, window: 8}\n"
+          "metrics: [score, memory]\npage_size: 8\nbackend: cpu\nspill: always\noutput: " +
+          folder.result + "\n");
+  const Ended run = folder.kvlab({"run", folder.experiment});
+  INFO(run.err);
+  CHECK(run.code == 1);
+  const auto rows = results::read_summary(folder.result).rows;
+  CHECK(rows.size() == 19);
+  for (const auto& row : rows) {
+    CAPTURE(row.policy, row.error, row.fired, row.compression);
+    const bool idle = row.policy.ends_with("idle");
+    CHECK(row.status == (idle ? "failed" : "ok"));
+    if (idle) CHECK_THAT(row.error, Contains("such a row would be the full cache's under another name"));
+  }
+}
+
 TEST_CASE("-v, -q, --log and KVLAB_LOG choose what is said and where", "[log]") {
   const Folder folder;
   const std::string log = (folder.dir / "run.log").string();

@@ -128,7 +128,10 @@ constexpr const char* policies_of_all_kinds = R"(
   - scissorhands: {budget: {tokens: 32}, window: 6, recent: 4, drop: 6}
   - keyformer: {budget: {tokens: 32}, recent: 8}
   - morphkv: {budget: {tokens: 32}, window: 8}
+  - raas_tokens: {budget: {tokens: 32}}
   - raas: {budget: {tokens: 32}}
+  - k_center: {budget: {tokens: 32}}
+  - {name: filled, policy: sparq, budget: {tokens: 32}, mean_value_of_groups: true}
   - {name: arkvale, policy: arkvale, budget: {tokens: 32}, dense_layers: 0, sinks: 8, window: 8}
   - {name: freekv, policy: freekv, budget: {tokens: 32}, dense_layers: 0, sinks: 8, window: 8}
   - clusterkv: {budget: {tokens: 32}, dense_layers: 0}
@@ -188,6 +191,25 @@ TEST_CASE("a replay measures what a live run of a model with one layer measures,
     masses.insert(replayed[i].summary.mass);
   }
   CHECK(masses.size() > live.size() / 2);  // the policies differ, so equality says something
+}
+
+TEST_CASE("the mass of 20 recorded cases is that of a live run of the same policies") {
+  const Case c("llama-gqa3", 1, "f32", "text: {prefix: 64, forced: 8, samples: 20}");
+  const std::string policies =
+      "  - snapkv: {budget: {tokens: 24}, window: 8}\n  - tova: {budget: {tokens: 24}}\n"
+      "  - raas: {budget: {tokens: 24}}\n  - {name: filled, policy: sparq, budget: {tokens: 24}, mean_value_of_groups: "
+      "true}\n"
+      "  - quest: {budget: {tokens: 24}, dense_layers: 0}\n";
+  const Recording recording = c.record();
+  REQUIRE(recording.cases().size() == 20);
+  const auto live = c.live(policies), replayed = c.replayed(recording, policies);
+  check_equal(live, replayed, 1);
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    CAPTURE(live[i].summary.policy);
+    CHECK(live[i].fidelity.offsets.size() == 21);
+    CHECK(replayed[i].summary.mass == Approx(live[i].summary.mass).margin(1e-6));
+    CHECK(live[i].summary.mass < 0.999);
+  }
 }
 
 TEST_CASE("in a deeper model a replay equals a live run in the first layer, in either dtype and with a window") {
