@@ -203,6 +203,21 @@ void check_channels(OnCache& x) {
       x.check.equal("channels", x.place.get(list_there.index), memory.index);
       x.check.equal("numbers of channels", x.place.get(list_there.count), memory.count);
       x.check.equal("vectors", x.place.get(vectors_there), Guarded<3>::copy(vectors.view()), 1e-6);
+      Numbers<3> own(x, {rows, x.c.heads(), dim});
+      const auto own_there = x.place.unwritten(own.own().extent);
+      ops::large_channels(x.there, queries_there, rank, norm_scale, list_there, own_there, s);
+      ops::large_channels_reference(x.kv, queries.view(), rank, norm_scale, list, own.own());
+      x.check.equal("vectors of query heads", x.place.get(own_there), Guarded<3>::copy(own.view()), 1e-6);
+      for (const int newest : {0, 2}) {
+        const Guarded<3> each({rows, x.c.heads(), x.c.room()}), sum({rows, kv_heads, x.c.room()});
+        const auto each_there = x.place.put(each.view()), sum_there = x.place.put(sum.view());
+        ops::channel_dot(x.there, own_there, list_there, there, newest, sum_there, s, each_there);
+        ops::channel_dot_reference(x.kv, own.view(), list, channels.view, newest, sum.view(), each.view());
+        x.check.equal(fmt::format("products of query heads, {} newest", newest), x.place.get(each_there), each.values(),
+                      Tolerance{}.score);
+        x.check.equal(fmt::format("their sums, {} newest", newest), x.place.get(sum_there), sum.values(),
+                      Tolerance{}.score);
+      }
       for (const std::int64_t room : {x.c.room(), (x.c.room() + 3) / 4 * 4})
         for (const int newest : {0, 2})
           x.same<3>(

@@ -128,10 +128,9 @@ class Raas final : public kvlab::Policy, public kvlab::PreparesSteps {
     const Scores fixed = step.kv_head_scores("fixed"), value = step.kv_head_scores("value");
     kvlab::ops::spread_pages(step.pages, of_pages, stamps_.mattered(pairs), s);
     stamps_.renew(step, pairs, fixed, value, s);
-    // A page has one stamp: the step's own for the newest page, and a prompt's for the page where it ends.
-    kvlab::ops::page_greatest(step.pages, value, fixed, s);
-    kvlab::ops::blend_state(step.state("stamp"), 0, fixed, 1, s);
+    kvlab::ops::blend_state(step.state("stamp"), 0, value, 1, s);
     stamps_.rank(step, value, s);
+    // A page has the stamp of its newest token, or of the prompt that ends in it.
     kvlab::ops::page_greatest(step.pages, value, fixed, s);
     evict(step, most_.data(), fixed, edits, s);
   }

@@ -16,11 +16,11 @@ namespace {
 class KCenter final : public kvlab::Scorer {
  public:
   explicit KCenter(const kvlab::Params& p)
-      : sinks_(p.get<int>("sinks")), window_(p.get<double>("window")), every_(p.get<int>("every")) {}
+      : sinks_(p.get<int>("sinks")), recent_(p.get<double>("recent")), every_(p.get<int>("every")) {}
 
   kvlab::Needs needs() const override { return kvlab::Needs{}.capturable(true); }
   kvlab::Pins pins(int tokens) const override {
-    return {.first = sinks_, .last = std::clamp(static_cast<int>(window_ * tokens), 0, std::max(0, tokens - sinks_))};
+    return {.first = sinks_, .last = std::clamp(static_cast<int>(recent_ * tokens), 0, std::max(0, tokens - sinks_))};
   }
   int every() const override { return every_; }
 
@@ -36,7 +36,7 @@ class KCenter final : public kvlab::Scorer {
 
  private:
   int sinks_;
-  double window_;
+  double recent_;
   int every_;
 };
 
@@ -107,5 +107,5 @@ KVLAB_PLUGIN(kvlab::policy<SubGen>("subgen",
                                     "keeps tokens whose keys lie far apart, and the newest: greedy k-center, as in "
                                     "SubGen's experiments (Zandieh et al. 2024)")
                  .param("sinks", 0, 0, kvlab::any, "first tokens that stay, part of the budget")
-                 .param("window", 0.5, 0, 1, "newest tokens that stay, as a share of the budget")
+                 .param("recent", 0.5, 0, 1, "newest tokens that stay, as a share of the budget")
                  .param("every", 0, 0, kvlab::any, "decode steps between evictions, 0 = the prompt only"))

@@ -171,7 +171,7 @@ TEST_CASE("k_center keeps on real text what a plain greedy k-center keeps") {
   const double share = GENERATE(0.5, 0.);
   const int first = GENERATE(0, 3), newest = static_cast<int>(share * budget);
   CAPTURE(share, first);
-  OnText run("k_center", {{"window", share}, {"sinks", std::int64_t{first}}}, budget, tokens + 1);
+  OnText run("k_center", {{"recent", share}, {"sinks", std::int64_t{first}}}, budget, tokens + 1);
   run.prefill(tokens);
   for (int layer = 0; layer < run.config().layers; ++layer)
     for (int head = 0; head < run.config().kv_heads; ++head) {

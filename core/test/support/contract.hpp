@@ -107,6 +107,10 @@ class Subjects {
     for (const PluginInfo* p : all(Role::policy)) {
       if (under_test(*p)) add(*p, p->name, [&](PolicySpec& s) { s.policy = use(*p); });
       if (in_codes(*p)) add(*p, p->name + ", summary_bits: 8", [&](PolicySpec& s) { s.policy = use_with(*p, codes); });
+      if (under_test(*p) && find_param(*p, "mean_value_of_groups"))
+        add(*p, p->name + ", mean_value_of_groups", [&](PolicySpec& s) {
+          s.policy = use_with(*p, {{"mean_value_of_groups", true}});
+        });
     }
     // In this tree adakv, which divides by the scores, meets all scorers. Each other budget meets snapkv and three
     // more, in turn. KVLAB_CONTRACT_PAIRS=all asks every pair.

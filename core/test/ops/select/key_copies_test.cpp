@@ -156,6 +156,23 @@ TEST_CASE("keys by channel by hand") {
       reference ? ops::channel_dot_reference(s.kv(), sum, list, copy, newest, s.scores(1))
                 : ops::channel_dot(s.kv(), sum, list, copy, newest, s.scores(1), Stream::cpu());
     };
+    // Of query heads: the second one is zeros, and the sum is that of the first.
+    std::vector<float> own(32, -7), each(16, -7);
+    const auto of_heads = View<float, 3>::dense(own.data(), {1, 2, 16});
+    const auto products = Scores::dense(each.data(), {1, 2, 8});
+    reference ? ops::large_channels_reference(s.kv(), s.asked(), 2, true, list, of_heads)
+              : ops::large_channels(s.kv(), s.asked(), 2, true, list, of_heads, Stream::cpu());
+    CHECK(own[0] == Approx(2 / std::sqrt(16 * 3 / 3.5)));
+    CHECK(own[2] == 0);
+    CHECK(own[16] == 0);
+    reference ? ops::channel_dot_reference(s.kv(), of_heads, list, copy, 2, s.scores(1), products)
+              : ops::channel_dot(s.kv(), of_heads, list, copy, 2, s.scores(1), Stream::cpu(), products);
+    CHECK(each[3] == Approx(-3.13 / std::sqrt(16 * 3 / 3.5)));
+    CHECK(each[5] == Approx(-3.13 / std::sqrt(16 * 3 / 3.5)));  // the newest, too
+    CHECK(each[6] == -7);
+    CHECK(each[8 + 3] == 0);
+    CHECK(s.out[3] == Approx(each[3]));
+    CHECK(s.out[5] == INFINITY);
     dot(2);
     CHECK(s.out[3] == Approx(-3.13 / std::sqrt(16 * 3 / 3.5)));
     CHECK(s.out[4] == INFINITY);
