@@ -29,7 +29,8 @@ class KCenter final : public kvlab::Scorer {
     int most = 1;
     for (int row = 0; row < kv.rows(); ++row) most = std::max(most, std::min(kv.max_length, kv.budget_tokens(row)));
     const kvlab::Scores nearest = kv.kv_head_scores("squared distances");
-    kvlab::ops::set_pinned(kv.pages, {.last = kv.max_length}, 0, nearest, s);
+    kvlab::ops::recency(kv.pages, nearest, s);
+    kvlab::ops::negate(nearest, s);  // the oldest token is the first centre
     kvlab::ops::set_pinned(kv.pages, pins(most), -std::numeric_limits<float>::infinity(), nearest, s);
     kvlab::ops::farthest_first(kv.keys, most, nearest, out, s);
   }

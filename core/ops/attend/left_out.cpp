@@ -29,8 +29,8 @@ void check_share(const PagedKv& kv, const View<const float, 2>& share, const cha
 
 }  // namespace
 
-LeftOutScope::LeftOutScope(LeftOut& to) { asked = &to; }
-LeftOutScope::~LeftOutScope() { asked = nullptr; }
+LeftOutScope::LeftOutScope(LeftOut& to) : outer_(asked) { asked = &to; }
+LeftOutScope::~LeftOutScope() { asked = outer_; }
 
 void fill_left_out(const LayerStep& step, View<const float, 2> share, View<const float, 3> mean, Stream s) {
   const char* op = "fill_left_out";

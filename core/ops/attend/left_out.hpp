@@ -17,6 +17,9 @@ class LeftOutScope {
   ~LeftOutScope();
   LeftOutScope(const LeftOutScope&) = delete;
   LeftOutScope& operator=(const LeftOutScope&) = delete;
+
+ private:
+  LeftOut* outer_;
 };
 
 // out = share * out + (1 - share) * mean. out: [row, query head, head_dim]; dense where there is `rounded`. rounded:

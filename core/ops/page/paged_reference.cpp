@@ -85,7 +85,7 @@ void write_codes(std::byte* row, std::byte* meta, CodecSide side, int head_dim, 
     } else if (side.kind == CodeKind::whole_zero) {
       const float most = std::ldexp(1.f, side.bits) - 1;
       scale = std::max(hi - lo, 1e-5f) / most;
-      zero = -scale * std::nearbyint(std::clamp(-lo / scale, 0.f, most));
+      zero = 0 - scale * std::nearbyint(std::clamp(-lo / scale, 0.f, most));
     } else {
       scale = lo == hi ? 0 : (hi - lo) / (std::ldexp(1.f, side.bits) - 1);
       zero = lo == 0 ? 0 : std::clamp(lo, -65504.f, 65504.f);

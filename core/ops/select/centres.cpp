@@ -16,8 +16,6 @@ constexpr float infinity = std::numeric_limits<float>::infinity();
 
 void find_centres(const float* rows, int n, int dim, int count, float* nearest, float* out) {
   std::fill_n(out, n, 0.f);
-  for (int t = 0; t < n; ++t)
-    if (nearest[t] != -infinity) nearest[t] = infinity;
   for (int i = 0; i < count; ++i) {
     const int centre = static_cast<int>(std::max_element(nearest, nearest + n) - nearest);
     if (n == 0 || nearest[centre] == -infinity) return;
@@ -29,7 +27,7 @@ void find_centres(const float* rows, int n, int dim, int count, float* nearest, 
       const float* x = rows + std::int64_t{t} * dim;
       double sum = 0;
       for (int d = 0; d < dim; ++d) sum += (double{x[d]} - double{c[d]}) * (double{x[d]} - double{c[d]});
-      nearest[t] = std::min(nearest[t], static_cast<float>(sum));
+      nearest[t] = i == 0 ? static_cast<float>(sum) : std::min(nearest[t], static_cast<float>(sum));
     }
   }
 }

@@ -62,10 +62,7 @@ __global__ void __launch_bounds__(threads)
   const int head = blockIdx.x, row = blockIdx.y, warp = threadIdx.x / 32,
             n = entries_of(kv, row, head, 1, min(nearest.extent[2], out.extent[2]));
   float *near = &nearest(row, head, 0), *to = &out(row, head, 0);
-  for (int t = threadIdx.x; t < n; t += threads) {
-    to[t] = 0;
-    if (near[t] != -INFINITY) near[t] = INFINITY;
-  }
+  for (int t = threadIdx.x; t < n; t += threads) to[t] = 0;
   int centre = -1;
   for (int i = 0; i <= count; ++i) {
     // A thread keeps to its own tokens, so it alone reads and writes their distances.
@@ -84,7 +81,7 @@ __global__ void __launch_bounds__(threads)
           const double apart = double(token.element(key, d)) - double(found[d]);
           sum = __dadd_rn(sum, __dmul_rn(apart, apart));
         }
-        near[t] = fminf(near[t], static_cast<float>(sum));
+        near[t] = i == 1 ? static_cast<float>(sum) : fminf(near[t], static_cast<float>(sum));
       }
       best = Farther{}(best, Far{near[t], t});
     }

@@ -32,9 +32,7 @@ void farthest_first_reference(const KvRows& rows, int count, Scores nearest, Sco
       std::vector<int> others;
       for (int t = 0; t < n; ++t) {
         out(r, h, t) = 0;
-        if (nearest(r, h, t) == -INFINITY) continue;
-        nearest(r, h, t) = INFINITY;
-        others.push_back(t);
+        if (nearest(r, h, t) != -INFINITY) others.push_back(t);
       }
       for (int i = 0; i < count && !others.empty(); ++i) {
         auto farthest = others.begin();
@@ -50,7 +48,7 @@ void farthest_first_reference(const KvRows& rows, int count, Scores nearest, Sco
             sum += std::pow(double{all[static_cast<std::size_t>(t) * dim + d]} -
                                 double{all[static_cast<std::size_t>(centre) * dim + d]},
                             2);
-          nearest(r, h, t) = std::fmin(nearest(r, h, t), static_cast<float>(sum));
+          nearest(r, h, t) = i == 0 ? static_cast<float>(sum) : std::fmin(nearest(r, h, t), static_cast<float>(sum));
         }
       }
     }
