@@ -396,7 +396,22 @@ void check_tokens(Place&, Check& check) {
         ops::copy_token(one.frame.data(), one.layout, t, got.frame.data(), got.layout, 2 * p - 1 - t);
         ops::copy_token_reference(one.frame.data(), one.layout, t, wanted.frame.data(), wanted.layout, 2 * p - 1 - t);
       }
-      check.that("copy_token", got.frame == wanted.frame);
+      const auto side = [](CodecSide s) { return format_of(s, "plain"); };
+      // A NaN of e4m3 is some NaN where it is decoded.
+      bool equal = got.frame == wanted.frame;
+      if (!equal && (codec.k == fp8 || codec.v == fp8)) {
+        equal = true;
+        for (int t = p; t < 2 * p; ++t)
+          for (const KvSide of : {KvSide::key, KvSide::value}) {
+            ops::read_row(got.frame.data(), got.layout, of, t, row.data());
+            ops::read_row(wanted.frame.data(), wanted.layout, of, t, wanted_row.data());
+            equal = equal && std::equal(row.begin(), row.end(), wanted_row.begin(),
+                                        [](float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); });
+          }
+      }
+      check.that(
+          fmt::format("copy_token of {} and {} to {} and {}", side(codec.k), side(codec.v), side(to.k), side(to.v)),
+          equal);
     }
 
     PagedKv kv = c.cache.view();

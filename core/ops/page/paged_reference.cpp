@@ -84,8 +84,8 @@ void write_codes(std::byte* row, std::byte* meta, CodecSide side, int head_dim, 
       scale = std::max(std::abs(lo), std::abs(hi)) / 448;
     } else if (side.kind == CodeKind::whole_zero) {
       const float most = std::ldexp(1.f, side.bits) - 1;
-      scale = std::max(hi - lo, 1e-5f) / most;
-      zero = 0 - scale * std::nearbyint(std::clamp(-lo / scale, 0.f, most));
+      scale = std::min(std::max(hi - lo, 1e-5f) / most, 65504.f);
+      zero = std::max(0 - scale * std::nearbyint(std::clamp(-lo / scale, 0.f, most)), -65504.f);
     } else {
       scale = lo == hi ? 0 : (hi - lo) / (std::ldexp(1.f, side.bits) - 1);
       zero = lo == 0 ? 0 : std::clamp(lo, -65504.f, 65504.f);
