@@ -9,7 +9,8 @@ using namespace kvlab::test;
 
 namespace {
 
-constexpr int prompt = 160, steps = 24, sinks = 4, tokens = 40, per_cluster = 9, window = 8, window_clusters = 3;
+constexpr int prompt = 160, steps = 24, sinks = 4, tokens = 40, per_cluster = 9, window = 8, window_clusters = 3,
+              page = 8;
 
 using Vector = std::vector<double>;
 
@@ -60,7 +61,7 @@ TEST_CASE("clusterkv reads on real text what a plain implementation reads") {
       {"dense_layers", std::int64_t{1}}, {"seed", std::int64_t{seed}}};
   params[by_number ? "clusters" : "tokens_per_cluster"] = std::int64_t{by_number ? 11 : per_cluster};
   const int count = by_number ? 11 : (prompt - sinks) / per_cluster;
-  OnText run(Role::policy, "clusterkv", params, tokens, prompt + steps, 8);
+  OnText run(Role::policy, "clusterkv", params, tokens, prompt + steps, page);
   run.prefill(prompt);
   for (int step = 0; step < steps; ++step) run.step();
   for (int layer = 0; layer < run.config().layers; ++layer)
@@ -96,9 +97,43 @@ TEST_CASE("clusterkv reads on real text what a plain implementation reads") {
         for (int t = end; t <= prompt + step; ++t) wanted.push_back(t);
         std::sort(wanted.begin(), wanted.end());
         CHECK(here.read[static_cast<std::size_t>(step)][static_cast<std::size_t>(head)] == wanted);
+        if (step + 1 < steps) continue;
+        std::set<int> pages;
+        for (const int t : wanted) pages.insert(t / page);
+        const auto device = run.pages_on(Tier::device, layer, head), host = run.pages_on(Tier::host, layer, head);
+        CHECK(std::set<int>(device.begin(), device.end()) == pages);
+        CHECK(device.size() < (prompt + steps) / page);
+        CHECK(host.size() >= (prompt + steps - 1) / page);
       }
       CHECK(run.kept(layer, head) == positions_to(prompt + steps));
+      if (layer == 0) CHECK(run.pages_on(Tier::host, layer, head).empty());
     }
+}
+
+TEST_CASE("clusterkv: without offload all pages stay on the device, and it reads the same") {
+  const auto run_with = [](bool offload) {
+    auto run = std::make_unique<OnText>(
+        Role::policy, "clusterkv",
+        std::map<std::string, ParamValue>{{"tokens_per_cluster", std::int64_t{per_cluster}},
+                                          {"sinks", std::int64_t{sinks}},
+                                          {"dense_layers", std::int64_t{1}},
+                                          {"offload", offload}},
+        tokens, prompt + 30, page);
+    run->prefill(prompt);
+    run->step();
+    run->step();
+    run->prefill(25);  // the next turn
+    run->step();
+    return run;
+  };
+  const auto away = run_with(true), here = run_with(false);
+  CHECK(away->ledger().moved_total(Tier::host) > 0);
+  CHECK(here->ledger().moved_total(Tier::host) == 0);
+  for (int layer = 0; layer < away->config().layers; ++layer) {
+    CHECK(away->layer(layer).read == here->layer(layer).read);
+    CHECK(away->layer(layer).outputs.at == here->layer(layer).outputs.at);
+    CHECK(here->pages_on(Tier::device, layer, 0).size() == (prompt + 28 + page - 1) / page);
+  }
 }
 
 TEST_CASE("clusterkv: short prompts are read as a whole, and what it cannot obey is refused") {

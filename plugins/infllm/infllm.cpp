@@ -72,6 +72,7 @@ class InfLlm final : public kvlab::Policy {
     most_ = static_cast<const std::int32_t*>(w.constant("blocks to read", most.data(), most.size() * sizeof(most[0])));
     room_ = std::max(1, rule_.blocks(shape.max_tokens));
     kept_ = kvlab::KeptBlocks("blocks", shape, rule_, w);
+    pages_ = kvlab::KeptPages("pages to read", shape, shape.max_pages(), w);
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
@@ -93,7 +94,7 @@ class InfLlm final : public kvlab::Policy {
   kvlab::PageList fetch(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, kvlab::Deadline when,
                         kvlab::Edits& edits, kvlab::Stream s) const {
     kvlab::ops::make_blocks(kv.pages, rule_, kept_.of(kv), s);
-    const auto list = kv.list<kvlab::PageList>("pages to read", kv.shape->max_pages());
+    const kvlab::PageList list = pages_.of(kv);
     const kvlab::Scores scores = kv.scratch<float>("scores of blocks", {kv.rows(), 1, room_});
     kvlab::View<const float, 3> asked = queries.f32();
     if (rule_.unturned) {  // every block lies at text position 0, and the query at the window's end
@@ -102,8 +103,7 @@ class InfLlm final : public kvlab::Policy {
       asked = turned;
     }
     kvlab::ops::block_pages(kv.pages, asked, rule_, most_, kept_.of(kv), scores, list, s);
-    const auto room = kvlab::ops::budget_pages(kv, [](int tokens) { return tokens; });
-    edits.place(list, {.room = room.same, .when = when, .rooms = room.each});
+    edits.place(list, {.room = kvlab::ops::budget_pages(kv, [](int tokens) { return tokens; }).same, .when = when});
     return list;
   }
 
@@ -112,6 +112,7 @@ class InfLlm final : public kvlab::Policy {
   bool clamped_;
   const std::int32_t* most_ = nullptr;
   kvlab::KeptBlocks kept_;
+  kvlab::KeptPages pages_;
   kvlab::TierDemand tiers_;
 };
 

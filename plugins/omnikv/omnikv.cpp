@@ -1,8 +1,11 @@
 // OmniKV: a few filter layers look at the whole prompt and choose its best tokens, one set for all heads. The layers up
-// to the next filter layer attend to these and to what was generated. Hao et al., ICLR 2025.
+// to the next filter layer attend to these and to what was generated. Their other pages lie on the host. Hao et al.,
+// ICLR 2025.
 #include <kvlab/layer_list.hpp>
+#include <kvlab/partial_keys.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/step_numbers.hpp>
+#include <kvlab/tier_demand.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -32,9 +35,21 @@ class OmniKv final : public kvlab::Policy, public kvlab::PreparesSteps {
       : filters_(kvlab::layer_list(p, "filter_layers")),
         wait_(p.get<int>("wait_layers")),
         softmax_(p.get<ScoreBy>("score_by") == ScoreBy::softmax_before_last),
-        shares_(p.get<bool>("shared_choice")) {}
+        shares_(p.get<bool>("shared_choice")),
+        offloads_(p.get<bool>("offload")) {}
 
-  kvlab::Needs needs() const override { return kvlab::Needs{}.scratch_numbers(8).capturable(true); }
+  kvlab::Needs needs() const override {
+    return kvlab::Needs{}.host_pages(offloads_).scratch_numbers(8).capturable(true);
+  }
+
+  // Each chosen token may have a page of its own. A further prompt's end still holds those of the last step.
+  kvlab::Demand demand(int prompt, int max_new) const override {
+    if (!offloads_ || budget_.kind == BudgetAmount::unlimited) return {};
+    return tiers_.of(prompt, max_new, [&](int n, bool decodes) {
+      const int budget = tiers_.budget(n);
+      return budget == tiers_.everything ? budget : budget + (decodes ? tiers_.pages_of_run(max_new) : 0) + 1;
+    });
+  }
 
   void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
     if (budget.kind == BudgetAmount::bytes)
@@ -44,6 +59,9 @@ class OmniKv final : public kvlab::Policy, public kvlab::PreparesSteps {
     budget.require(1, "of the prompt, in each layer that chooses none");
     budget_ = budget;
     roles_ = omnikv::roles_of(filters_, wait_, shape.layers, shares_);
+    const auto sparse = std::count(roles_.begin(), roles_.end(), omnikv::Role::sparse);
+    tiers_ = kvlab::TierDemand(shape, budget, 1 - static_cast<double>(sparse) / shape.layers);
+    if (offloads_) pages_ = kvlab::KeptPages("pages to read", shape, shape.max_pages(), w);
     prompt_ = kvlab::KeptOfHeads<std::int32_t>("prompt", shape, w);
     const std::int64_t rows = shape.max_slots, heads = shape.kv_heads, capacity = shape.max_tokens;
     auto* data = static_cast<std::int32_t*>(
@@ -62,19 +80,33 @@ class OmniKv final : public kvlab::Policy, public kvlab::PreparesSteps {
     keep_.put(c, keep);
   }
 
-  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits&, kvlab::Stream s) override {
-    if (kv.last[0]) kvlab::ops::lengths(kv.pages, prompt_.of_row(kv), s);
+  // The prompt of a sparse layer goes to the host. The first step brings what is chosen.
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (!kv.last[0]) return;
+    kvlab::ops::lengths(kv.pages, prompt_.of_row(kv), s);
+    if (offloads_ && budget_.kind != BudgetAmount::unlimited && role(kv.layer) == omnikv::Role::sparse)
+      edits.place(pages_.of(kv), {});
   }
 
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
-    const omnikv::Role role = roles_[static_cast<std::size_t>(step.layer)];
-    if (budget_.kind == BudgetAmount::unlimited || role == omnikv::Role::dense) return;
+    using omnikv::Role;
+    if (budget_.kind == BudgetAmount::unlimited) return;
+    const Role here = role(step.layer);
     const kvlab::TokenList list = chosen(step);
-    if (role != omnikv::Role::sparse) choose(step, list, s);
-    if (role != omnikv::Role::filter) edits.attend(list);
+    if (here == Role::filter || here == Role::own) choose(step, list, s);
+    if (here == Role::sparse || here == Role::own) edits.attend(list);
+    // Pages of the layer behind come while this one runs. It holds the same tokens but for the step's own.
+    if (!offloads_ || step.layer + 1 == step.shape->layers || role(step.layer + 1) != Role::sparse) return;
+    kvlab::LayerKv next = step;
+    ++next.layer;
+    kvlab::ops::token_pages(step.pages, list, 1, pages_.of(next), s);
+    edits.for_layer(next.layer);
+    edits.place(pages_.of(next), {});
   }
 
  private:
+  omnikv::Role role(int layer) const { return roles_[static_cast<std::size_t>(layer)]; }
+
   // Written by a filter layer and read by the layers behind it, in the same step.
   kvlab::TokenList chosen(const kvlab::LayerKv& kv) const {
     kvlab::TokenList list;
@@ -108,8 +140,10 @@ class OmniKv final : public kvlab::Policy, public kvlab::PreparesSteps {
 
   std::vector<int> filters_;
   int wait_;
-  bool softmax_, shares_;
+  bool softmax_, shares_, offloads_;
   BudgetAmount budget_;
+  kvlab::TierDemand tiers_;
+  kvlab::KeptPages pages_;
   std::vector<omnikv::Role> roles_;
   kvlab::KeptOfHeads<std::int32_t> prompt_;
   std::int32_t *index_ = nullptr, *count_ = nullptr;
@@ -121,12 +155,15 @@ class OmniKv final : public kvlab::Policy, public kvlab::PreparesSteps {
 }  // namespace
 
 KVLAB_PLUGIN(kvlab::policy<OmniKv>("omnikv",
-                                   "filter layers choose tokens of the prompt for the layers behind them (Hao et al. "
-                                   "2025). Every token stays on the device")
+                                   "filter layers choose tokens of the prompt for the layers behind them, whose pages "
+                                   "come from the host (Hao et al. 2025)")
                  .param("filter_layers", std::string("2,8,18"), "layers that choose, in order, from 0 on")
                  .param("wait_layers", 1, 0, kvlab::any,
-                        "layers behind a filter layer that attend to everything, while the paper copies tokens")
+                        "layers behind a filter layer that attend to everything")
                  .param("score_by", ScoreBy::last,
                         "a token's score: the greatest logit of the step's query over all heads, or the greatest "
                         "share of attention")
-                 .component("shared_choice", "off = every layer that would take a choice makes its own"))
+                 .component("shared_choice", "off = every layer that would take a choice makes its own")
+                 .component("offload",
+                            "pages of the layers that take a choice lie on the host but for those that a step reads; "
+                            "off = they stay on the device"))

@@ -61,12 +61,12 @@ TEST_CASE("omnikv: the card's two heads") {
 TEST_CASE("omnikv reads on real text what a plain implementation reads") {
   const bool softmaxed = GENERATE(false, true), shared = GENERATE(true, false);
   CAPTURE(softmaxed, shared);
-  constexpr int tokens = 20;
+  constexpr int tokens = 20, page = 8;
   OnText run(Role::policy, "omnikv",
              {{"filter_layers", std::string("1,4")},
               {"score_by", std::string(softmaxed ? "softmax_before_last" : "last")},
               {"shared_choice", shared}},
-             tokens, prompt + steps, 8);
+             tokens, prompt + steps, page);
   const std::vector<int> filter_of{-1, -1, -1, 1, -1, -1, 4, 4};
   REQUIRE(run.config().layers == static_cast<int>(filter_of.size()));
   run.prefill(prompt);
@@ -78,6 +78,7 @@ TEST_CASE("omnikv reads on real text what a plain implementation reads") {
       const int filter = filter_of[static_cast<std::size_t>(layer)];
       if (filter < 0) {
         CHECK(read.empty());
+        CHECK(run.pages_on(Tier::host, layer, 0).empty());
         continue;
       }
       std::vector<int> wanted =
@@ -89,7 +90,35 @@ TEST_CASE("omnikv reads on real text what a plain implementation reads") {
         CHECK(head == wanted);
       }
       CHECK(run.kept(layer, 0) == positions_to(prompt + step + 1));
+      // A page that the step's token opened is there, too, and so is the full one that was the newest before.
+      std::set<int> pages{(prompt + step) / page, (prompt + step - 1) / page};
+      for (const int t : shared ? wanted : positions_to(prompt + step + 1)) pages.insert(t / page);
+      for (int head = 0; head < run.config().kv_heads; ++head) {
+        const auto device = run.pages_on(Tier::device, layer, head);
+        CHECK(std::set<int>(device.begin(), device.end()) == pages);
+        CHECK(run.pages_on(Tier::host, layer, head).size() >= (shared ? (prompt + step) / page : 0U));
+      }
     }
+  }
+}
+
+TEST_CASE("omnikv: without offload all pages stay on the device, and it reads the same") {
+  const auto run_with = [](bool offload) {
+    auto run = std::make_unique<OnText>(
+        Role::policy, "omnikv",
+        std::map<std::string, ParamValue>{{"filter_layers", std::string("1,4")}, {"offload", offload}}, 20, 240, 8);
+    run->prefill(prompt);
+    for (int step = 0; step < 10; ++step) run->step();
+    run->prefill(30);  // the next turn
+    for (int step = 0; step < 10; ++step) run->step();
+    return run;
+  };
+  const auto away = run_with(true), here = run_with(false);
+  CHECK(away->ledger().moved_total(Tier::device) > 0);
+  CHECK(here->ledger().moved_total(Tier::host) == 0);
+  for (int layer = 0; layer < away->config().layers; ++layer) {
+    CHECK(away->layer(layer).read == here->layer(layer).read);
+    CHECK(away->layer(layer).outputs.at == here->layer(layer).outputs.at);
   }
 }
 

@@ -1,9 +1,11 @@
 // Squeezed Attention: keys of the prompt are clustered. Each step reads the clusters whose centroids get enough
 // attention of its query. One threshold serves all layers and heads. The prompt's last queries give it, so heads whose
 // attention is spread read fewer tokens. Coarse clusters may rule out finer ones, with a threshold of their own. Hooper
-// et al. 2024. Nothing is evicted, and nothing leaves the device.
+// et al. 2024. Nothing is evicted.
 #include <kvlab/clusters.hpp>
+#include <kvlab/partial_keys.hpp>
 #include <kvlab/plugin.hpp>
+#include <kvlab/tier_demand.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -19,6 +21,7 @@ class SqueezedAttention final : public kvlab::Policy {
         percent_coarse_(p.get<double>("percent_coarse")),
         percentile_coarse_(p.get<double>("percentile_coarse")),
         window_(p.get<int>("window")),
+        offloads_(p.get<bool>("offload")),
         rule_{p.get<int>("iterations"), static_cast<std::uint64_t>(p.get<int>("seed")) << 16} {
     if (percent_coarse_ >= percent_)
       throw kvlab::Error(kvlab::Errc::config, "got percent_coarse " + std::to_string(percent_coarse_) +
@@ -32,11 +35,21 @@ class SqueezedAttention final : public kvlab::Policy {
         .own_amount(true)
         .window_queries(window_)
         .finish_prompt(true)
+        .host_pages(offloads_)
         .scratch_numbers(8 + shares)
         .capturable(true);
   }
 
+  // How much a step reads is not known before. All full pages have a copy on the host.
+  kvlab::Demand demand(int prompt, int max_new) const override {
+    if (!offloads_) return {};
+    const auto all = [](int, bool) { return kvlab::TierDemand::everything; };
+    return {.host = tiers_.of(prompt, max_new, all).host};
+  }
+
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
+    tiers_ = kvlab::TierDemand(shape, {}, 0);
+    if (offloads_) pages_ = kvlab::KeptPages("pages to read", shape, shape.max_pages(), w);
     room_ = clusters_of(shape.max_tokens);
     kept_ = kvlab::KeptClusters("clusters", shape, room_, w);
     shares_ = kvlab::KeptShares("shares of clusters", shape, room_, w);
@@ -46,8 +59,10 @@ class SqueezedAttention final : public kvlab::Policy {
     shares_coarse_ = kvlab::KeptShares("shares of coarse clusters", shape, room_coarse_, w);
   }
 
-  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits&, kvlab::Stream s) override {
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     if (!kv.last[0]) return;
+    // The threshold is still to come. The first step brings what it reads beside the window.
+    if (offloads_) edits.place(pages_.of(kv), {.pins = {.last = window_}});
     const int n = std::max(0, kv.position[0] - window_);
     const kvlab::ClusterRule rule{rule_.iterations, rule_.seed + static_cast<std::uint64_t>(kv.layer)};
     kvlab::ops::cluster_keys(kv.pages, {{.tokens = n, .clusters = clusters_of(n)}}, rule, kept_.of(kv), *kv.workspace,
@@ -85,6 +100,10 @@ class SqueezedAttention final : public kvlab::Policy {
     share(step, q, here, shares, s);
     const auto list = step.list<kvlab::TokenList>("tokens to read", step.max_length);
     kvlab::ops::cluster_tokens_above(step.pages, shares, shares_.threshold(), kept_.of(step), list, s);
+    if (offloads_) {
+      kvlab::ops::token_pages(step.pages, list, 0, pages_.of(step), s);
+      edits.place(pages_.of(step), {.when = {kvlab::Deadline::this_attention}});
+    }
     edits.attend(list);
   }
 
@@ -103,6 +122,9 @@ class SqueezedAttention final : public kvlab::Policy {
 
   double percent_, percentile_, percent_coarse_, percentile_coarse_;
   int window_;
+  bool offloads_;
+  kvlab::TierDemand tiers_;
+  kvlab::KeptPages pages_;
   kvlab::ClusterRule rule_;
   int room_ = 0, room_coarse_ = 0;
   kvlab::KeptClusters kept_, coarse_;
@@ -114,7 +136,7 @@ class SqueezedAttention final : public kvlab::Policy {
 KVLAB_PLUGIN(kvlab::policy<SqueezedAttention>(
                  "squeezed_attention",
                  "clusters of the prompt's keys that get more attention than a threshold are read (Hooper et al. "
-                 "2024). The prompt is the document. Every token stays on the device")
+                 "2024). The prompt is the document")
                  .param("percent_clusters", 5., 0.01, 100,
                         "clusters, in percent of the prompt's tokens before the window; at least one")
                  .param("percentile", 0.9, 0, 1,
@@ -126,5 +148,6 @@ KVLAB_PLUGIN(kvlab::policy<SqueezedAttention>(
                         "the same share of tokens, of which coarse clusters rule out as many")
                  .param("window", 100, 1, 4096,
                         "last tokens of the prompt. Their queries give the threshold; they are read in any case")
+                 .param("offload", false, "pages lie on the host but for those that a step reads")
                  .param("iterations", 20, 0, kvlab::any, "of k-means")
                  .param("seed", 0, 0, kvlab::any, "of the keys that are the first centroids"))

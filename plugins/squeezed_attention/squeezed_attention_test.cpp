@@ -131,6 +131,34 @@ TEST_CASE("squeezed_attention reads on real text what a plain implementation rea
   CHECK(part < (1 - percentile) * 2);
 }
 
+TEST_CASE("squeezed_attention with offload reads the same, and the device holds the pages of it") {
+  constexpr int prompt = 170, steps = 6, page = 8;
+  const auto run_with = [&](bool offload) {
+    auto given = settings(8, .8, 20);
+    given["offload"] = offload;
+    auto run = std::make_unique<OnText>(Role::policy, "squeezed_attention", given, 0, prompt + steps, page);
+    run->prefill(prompt);
+    for (int step = 0; step < steps; ++step) run->step();
+    return run;
+  };
+  const auto away = run_with(true), here = run_with(false);
+  CHECK(here->ledger().moved_total(Tier::host) == 0);
+  std::size_t on_device = 0, all = 0;
+  for (int layer = 0; layer < away->config().layers; ++layer) {
+    CHECK(away->layer(layer).read == here->layer(layer).read);
+    CHECK(away->layer(layer).outputs.at == here->layer(layer).outputs.at);
+    for (int head = 0; head < away->config().kv_heads; ++head) {
+      std::set<int> pages;
+      for (const int t : away->layer(layer).read.back()[static_cast<std::size_t>(head)]) pages.insert(t / page);
+      const auto device = away->pages_on(Tier::device, layer, head);
+      CHECK(std::set<int>(device.begin(), device.end()) == pages);
+      CHECK(away->pages_on(Tier::host, layer, head).size() >= (prompt + steps - 1) / page);
+      on_device += pages.size(), all += (prompt + steps + page - 1) / page;
+    }
+  }
+  CHECK(on_device < all);
+}
+
 TEST_CASE("squeezed_attention: coarse clusters rule out finer ones on real text as a plain implementation does") {
   constexpr int prompt = 170, steps = 6, window = 20, count = 24, coarse_count = 6;  // 16 % and 4 % of 150
   auto given = settings(16, .7, window);

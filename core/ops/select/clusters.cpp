@@ -134,11 +134,15 @@ void cluster_head(const PagedKv& kv, int row, int head, const ClusterRange& rang
   const ClusterPlan plan = plan_of(range, kv.tokens(row, head), bound, out.size.extent[2]);
   if (plan.clusters < 0) return;
   const int n = plan.to - plan.from, count = plan.clusters;
-  std::vector<float> all(static_cast<std::size_t>(plan.to * dim));
-  if (n > 0) gather_rows(kv, row, head, KvSide::key, plan.to, all.data());
-  const float* keys = all.data() + plan.from * dim;
+  std::vector<float> keys(static_cast<std::size_t>(n * dim));
+  for (int t = plan.from; t < plan.to; ++t) {
+    const int page = t / kv.page_size;
+    if (t == plan.from || t % kv.page_size == 0) check_page(kv, row, head, page, "cluster_keys");
+    const PageEntry& e = kv.entry(row, head, page);
+    read_row(kv.frame(e), kv.layout(e), KvSide::key, t % kv.page_size, keys.data() + (t - plan.from) * dim);
+  }
   std::vector<std::int32_t> label(static_cast<std::size_t>(n));
-  k_means(keys, n, kv.head_dim, range, rule, head, &out.centroid(slot, head, plan.first, 0), label.data());
+  k_means(keys.data(), n, kv.head_dim, range, rule, head, &out.centroid(slot, head, plan.first, 0), label.data());
   std::int32_t* sizes = &out.size(slot, head, 0);
   std::vector<std::int32_t*> to;
   std::int32_t* next = &out.token(slot, head, 0);
@@ -180,10 +184,8 @@ void cluster_keys(const PagedKv& kv, const std::vector<ClusterRange>& ranges, co
     fail(Errc::internal, op, "got " + std::to_string(rule.iterations) + " iterations, wanted at least 0");
   if (s.device() == Device::cuda) return on_cuda<cluster_keys>(kv, ranges, rule, clusters, w, s);
   for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) {
-      if (ranges[static_cast<std::size_t>(r)].clusters > 0) check_resident(kv, r, h, op);
+    for (int h = 0; h < kv.kv_heads; ++h)
       cluster_head(kv, r, h, ranges[static_cast<std::size_t>(r)], rule, clusters);
-    }
 }
 
 void cluster_centroids(const PagedKv& kv, const KeyClusters& finer, const std::vector<ClusterRange>& ranges,

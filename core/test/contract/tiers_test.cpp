@@ -83,7 +83,7 @@ TEST_CASE("forced misses, everything on the host in every step, give the bits of
       CHECK(ledger.moved_total(Tier::host) > 0);
       if (misses) CHECK(ledger.moved_total(Tier::device) > 0);
       // Pages leave a part at a time, as steps need their frames. Others may want more frames from step to step.
-      if (s.label != "freekv" && s.label != "flexicache") continue;
+      if (s.label != "freekv" && s.label != "flexicache" && s.label != "omnikv" && s.label != "clusterkv") continue;
       const auto pressed =
           play(Spill::pressure, resident->engine->full_bytes(static_cast<int>(prompt.size()) + spec.page_size));
       CHECK(pressed->run(prompt, answer) == expected);
