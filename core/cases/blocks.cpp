@@ -92,7 +92,15 @@ void check_blocks(OnCache& x) {
     check_list(x, rule, b, there);
     Numbers<3> queries(x, {x.c.rows(), x.c.heads(), x.kv.head_dim}), turned(x, queries.own().extent);
     const auto queries_there = queries.put();
-    const int to = up_to(5000);
+    const int to = up_to(5000), count = 1 + up_to(4);
+    Numbers<4> chunk(x, {x.c.rows(), x.c.heads(), count, x.kv.head_dim});
+    Numbers<3> mean(x, queries.own().extent);
+    const auto chunk_there = chunk.put();
+    for (const int at : {-1, to})
+      x.same<3>(
+          "mean_query", mean.own(), 1e-6,
+          [&](const View<float, 3>& out) { ops::mean_query(x.there, chunk_there, at, out, s); },
+          [&](const View<float, 3>& out) { ops::mean_query_reference(x.kv, chunk.view(), at, out); });
     x.same<3>(
         "turn_queries", turned.own(), 1e-6,
         [&](const View<float, 3>& out) { ops::turn_queries(x.there, queries_there, to, out, s); },

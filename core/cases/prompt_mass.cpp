@@ -3,12 +3,14 @@
 
 #include <fmt/format.h>
 
+#include <cmath>
 #include <tuple>
 
 #include "cases/case.hpp"
 #include "cases/prompt_scene.hpp"
 #include "cases/quick.hpp"
 #include "cases/relative_error.hpp"
+#include "ops/page/reference.hpp"
 #include "store/workspace.hpp"
 
 namespace kvlab::cases {
@@ -23,6 +25,7 @@ struct Chunk {
   StoreWorkspace workspace;
   std::vector<float> start;
   std::vector<std::int32_t> slots{0}, position;
+  std::vector<float> made_lse_;
 
   Chunk(Place& at, const PromptShape& s)
       : place(at), scene(s), workspace(ledger, at.stream()), start(normals(room() * scene.heads(), 5)) {
@@ -47,6 +50,29 @@ struct Chunk {
     l.max_length = scene.longest();
     l.chunk_queries = View<const float, 4>{queries, {1, heads, count, dim}, {0, dim, heads * dim, 1}};
     return l;
+  }
+  // The logarithms of the chunk's softmaxes, plus `more`.
+  View<const float, 3> made_lse(float more) {
+    const PagedKv& kv = scene.cache.view();
+    const std::int64_t dim = scene.dim(), heads = scene.heads(), count = scene.shape.tokens;
+    std::vector<float> keys(static_cast<std::size_t>(scene.longest() * dim));
+    made_lse_.clear();
+    for (std::int64_t h = 0; h < heads; ++h) {
+      ops::gather_rows_reference(kv, 0, static_cast<int>(h * scene.kv_heads() / heads), KvSide::key, scene.longest(),
+                                 keys.data());
+      for (std::int64_t i = 0; i < count; ++i) {
+        double sum = 0;
+        for (std::int64_t t = 0; t < scene.longest() - count + i + 1; ++t) {
+          double x = 0;
+          for (std::int64_t d = 0; d < dim; ++d)
+            x += double{scene.q[static_cast<std::size_t>((i * heads + h) * dim + d)]} *
+                 double{keys[static_cast<std::size_t>(t * dim + d)]};
+          sum += std::exp(x / std::sqrt(static_cast<double>(dim)));
+        }
+        made_lse_.push_back(static_cast<float>(std::log(sum)) + more);
+      }
+    }
+    return place.put(View<const float, 3>::dense(made_lse_.data(), {1, heads, count}));
   }
   // What attention leaves. Nothing where its kernel does not take the chunk.
   View<const float, 3> lse() {
@@ -80,6 +106,21 @@ void compare(Place& place, Check& check, const PromptShape& s, int newest) {
       check.equal("mass", got, wanted, place.stream().device() == Device::cpu ? 1e-5 : 2e-3);
     }
   }
+}
+
+// The softmax is what the logarithms say: these are of twice the sums.
+void compare_made(Place& place, Check& check, const PromptShape& s, int newest) {
+  Chunk x(place, s);
+  const float more = std::log(2.f);
+  std::vector<float> wanted = x.start;
+  ops::add_prompt_mass_reference(x.layer(x.scene.cache.view(), x.scene.q.data()), newest, x.blocks(wanted.data()));
+  for (std::size_t i = 0; i < wanted.size(); ++i) wanted[i] = x.start[i] + (wanted[i] - x.start[i]) / 2;
+  LayerPrefill l = x.layer(place.put(x.scene.cache.view(), x.scene.cache.arena_bytes()), place.put(x.scene.q));
+  l.lse = x.made_lse(more);
+  float* mass = place.put(x.start);
+  ops::add_prompt_mass(l, newest, x.blocks(mass), place.stream());
+  check.equal("mass", place.get(View<const float, 1>::dense(mass, {std::ssize(x.start)})), wanted,
+              place.stream().device() == Device::cpu ? 1e-5 : 2e-3);
 }
 
 PromptShape shape_of(DType dtype, int dim, int page, int group, int past, int tokens) {
@@ -177,6 +218,11 @@ std::vector<Case> list() {
   // What other kernels take.
   add(v, shape_of(DType::bf16, 96, 16, 2, 30, 150), 50);
   add(v, shape_of(DType::f32, 16, 8, 2, 30, 150), 50);
+  for (const auto& [dtype, dim, newest] : {std::tuple{DType::bf16, 64, 31}, {DType::bf16, 96, 50}, {DType::f32, 16, 9}}) {
+    const PromptShape s = shape_of(dtype, dim, 16, 2, 30, 70);
+    v.push_back(checked("prompt_mass", fmt::format("by given logarithms, heads of {}, the newest {}", dim, newest),
+                        [s, n = newest](Place& place, Check& check) { compare_made(place, check, s, n); }));
+  }
   add_timed(v);
   return v;
 }

@@ -1,17 +1,19 @@
 // A policy that is another one, but for what a subclass changes.
 #pragma once
 #include <kvlab/policy.hpp>
+#include <kvlab/prompt_lists.hpp>
 
 #include <memory>
 #include <utility>
 
 #include "plugin/before_step.hpp"
 #include "plugin/edits_author.hpp"
+#include "plugin/in_prompts.hpp"
 #include "plugin/offloads.hpp"
 
 namespace kvlab {
 
-class ForwardingPolicy : public Policy, public EditsAuthor, public BeforeStep, public Offloads {
+class ForwardingPolicy : public Policy, public EditsAuthor, public BeforeStep, public Offloads, public ChoosesInPrompts {
  public:
   explicit ForwardingPolicy(std::shared_ptr<Policy> inner) : inner_(std::move(inner)) {}
 
@@ -30,6 +32,10 @@ class ForwardingPolicy : public Policy, public EditsAuthor, public BeforeStep, p
   void observe(const LayerStep& step, Edits& edits, Stream s) override { inner_->observe(step, edits, s); }
   void finish_step(const Step& step, Edits& edits, Stream s) override { inner_->finish_step(step, edits, s); }
   int before_step(const StepCounters& c) override { return tell_before_step(inner_.get(), c); }
+  int prompt_chunk() const override { return kvlab::prompt_chunk(*inner_); }
+  void select_chunk(const LayerPrefill& kv, Edits& edits, Stream s) override {
+    dynamic_cast<ChoosesInPrompts&>(*inner_).select_chunk(kv, edits, s);
+  }
   void release(int slot) override { inner_->release(slot); }
 
  protected:

@@ -19,6 +19,7 @@
 #include "plugin/before_step.hpp"
 #include "plugin/budget_tokens.hpp"
 #include "plugin/edits_author.hpp"
+#include "plugin/in_prompts.hpp"
 #include "plugin/offloads.hpp"
 #include "plugin/verified.hpp"
 
@@ -105,6 +106,12 @@ void check_needs(const Model& model, const Policy& policy, const EngineOptions& 
     throw Error(
         Errc::plugin,
         "got next_queries of a policy that observes beside the step or where RoPE goes by rank, wanted neither");
+  if (prompt_chunk(policy) > 0 &&
+      (needs.any_mass() == Mass::all || needs.rope() != RopeRegime::original || needs.finish_prompt() || o.rows))
+    throw Error(Errc::config,
+                "got a policy that chooses what prompts attend to, with the mass of prompts, where RoPE goes by rank, "
+                "with finish_prompt or for a recording, wanted none of these",
+                author_of(policy));
   if (needs.rope() == RopeRegime::original && o.max_tokens > model.config.context)
     throw Error(Errc::config, "got " + std::to_string(o.max_tokens) + " tokens of prompt and answer, wanted at most " +
                                   std::to_string(model.config.context) + ", the context of " + model.name);
@@ -204,6 +211,7 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
   check_needs(*model, *policy_, options);
   page_bytes_ = page_bytes(store_->shape(), store_->options().codecs[0], needs_);
   policy_->attach(store_->shape(), options.budget, store_->workspace());
+  prompt_chunk_ = kvlab::prompt_chunk(*policy_);
   ask_masks();
   for_pages_ = amount_for_pages(options.budget, store_->workspace().slot_bytes());
   capturable_ = stream_.device() == Device::cuda && policy_->needs().capturable();
@@ -237,6 +245,8 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
 void Engine::ask_masks() {
   const std::vector<PromptMask> masks = policy_->prompt_masks();
   if (masks.empty()) return;
+  if (prompt_chunk_ > 0)
+    throw Error(Errc::config, "got masks of prompts of a policy that chooses what they attend to, wanted one of the two");
   const Shape& s = store_->shape();
   const auto heads = static_cast<std::size_t>(s.kv_heads), all = static_cast<std::size_t>(s.layers) * heads;
   if (masks.size() != all)
@@ -376,8 +386,8 @@ Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float,
   given_[static_cast<std::size_t>(slot)].push_back({{tokens.begin(), tokens.end()}, true, end});
   give_text(slot, store_->position(slot), tokens);
   if (stream_.device() == Device::cpu) follow_load();
-  const std::size_t chunk =
-      options_.prefill_chunk > 0 ? static_cast<std::size_t>(options_.prefill_chunk) : tokens.size();
+  const int wanted = prompt_chunk_ > 0 ? prompt_chunk_ : options_.prefill_chunk;
+  const std::size_t chunk = wanted > 0 ? static_cast<std::size_t>(wanted) : tokens.size();
   for (std::size_t at = 0; at < tokens.size(); at += chunk) {
     const std::size_t count = std::min(chunk, tokens.size() - at);
     const bool last = at + count == tokens.size();
@@ -522,10 +532,60 @@ void Engine::give_text(int slot, const std::vector<Given>& given) {
   }
 }
 
-// Prompt attention reads the whole cache, so pages on the host come back before a sequence's next prompt.
+// Prompt attention reads the whole cache, so pages on the host come back before a sequence's next prompt. A policy that
+// chooses in prompts places what they read.
 Fit Engine::before_prompt(int layer, int slot) {
   const PartTimer timer(Part::recall);
+  if (prompt_chunk_ > 0) return store_->forget_place(layer, slot), Fit::ok;
   return store_->recall_all(layer, slot);
+}
+
+LayerPrefill Engine::layer_prefill(const PromptLayer& l, std::span<const std::int32_t> position, const PromptRow& row) {
+  const Shape& s = store_->shape();
+  LayerPrefill kv;
+  static_cast<LayerKv&>(kv) = layer_kv(l.layer, row.slots, position);
+  kv.step = row.step;
+  kv.last = row.last;
+  const View<const float, 3>& q = l.queries;
+  kv.chunk_queries = View<const float, 4>{
+      q.data, {1, s.query_heads, q.extent[0], s.head_dim}, {0, q.stride[1], q.stride[0], q.stride[2]}};
+  return kv;
+}
+
+Selection Engine::select_chunk(const PromptLayer& l, Fit& fit) {
+  stop::check();
+  const PromptRow row(l);
+  const std::int32_t position[] = {store_->position(l.slot) + static_cast<std::int32_t>(l.queries.extent[0])};
+  sequence_ = {sequences_[static_cast<std::size_t>(l.slot)]};
+  count_budgets(position);
+  Edits edits(l.layer);
+  dynamic_cast<ChoosesInPrompts&>(*policy_).select_chunk(layer_prefill(l, position, row), edits, stream_);
+  check_step("select_chunk", edits);
+  Selection read;
+  std::vector<Edit> before;
+  const Edit* list = nullptr;
+  for (const Edit& e : edits.all()) {
+    const bool places = (e.verb == Edit::place || e.verb == Edit::recall) && e.when.kind == Deadline::this_attention;
+    if (!places && (e.verb != Edit::attend || e.resident || list))
+      throw Error(Errc::plugin,
+                  "select_chunk: got an edit that is neither its one list of pages nor a place or recall for this "
+                  "attention, wanted no others");
+    if (places)
+      before.push_back(e);
+    else
+      list = &e;
+  }
+  if (!edits.logits().empty() || !edits.made_up().empty() || !edits.biases().empty() || edits.distances().size() > 1 ||
+      (!edits.distances().empty() && edits.distances()[0] < 1))
+    throw Error(Errc::plugin, "select_chunk: got logits, made-up tokens, a bias, two distances or one below 1, wanted at "
+                              "most one distance");
+  if (!edits.distances().empty()) read.most_distance = edits.distances()[0];
+  fit = apply(before, row.slots);
+  if (fit == Fit::ok && list) {
+    attended_pages_ = {store_->resolve_attend(*list, row.slots, store_->workspace())};
+    read.pages = &attended_pages_;
+  }
+  return read;
 }
 
 Fit Engine::prompt(const PromptLayer& l) {
@@ -538,25 +598,17 @@ Fit Engine::prompt(const PromptLayer& l) {
     observer_->prompt(as_it_is ? l : seen_.of(l, reads == Reads::keys_and_values, stream_), *store_);
   }
   const Shape& s = store_->shape();
-  const std::int32_t slots_of[] = {l.slot};
-  const std::vector<std::int32_t> slots(slots_of, slots_of + 1);
+  const PromptRow one(l);
+  const std::vector<std::int32_t>& slots = one.slots;
   const std::int32_t position[] = {store_->position(l.slot) + static_cast<std::int32_t>(l.queries.extent[0])};
-  const std::int32_t step[] = {0};
-  const bool last[] = {l.last};
   sequence_ = {sequences_[static_cast<std::size_t>(l.slot)]};
   count_budgets(position);
-  LayerPrefill kv;
-  static_cast<LayerKv&>(kv) = layer_kv(l.layer, slots, position);
-  kv.step = step;
-  kv.last = last;
+  LayerPrefill kv = layer_prefill(l, position, one);
   if (l.mass)
     kv.mass = View<const float, 3>{l.mass.data, {1, l.mass.extent[0], l.mass.extent[1]}, {0, l.mass.stride[0], 1}};
   if (l.lse)
     kv.lse =
         View<const float, 3>{l.lse.data, {1, l.lse.extent[0], l.lse.extent[1]}, {0, l.lse.stride[0], l.lse.stride[1]}};
-  const View<const float, 3>& q = l.queries;
-  kv.chunk_queries = View<const float, 4>{
-      q.data, {1, s.query_heads, q.extent[0], s.head_dim}, {0, q.stride[1], q.stride[0], q.stride[2]}};
   if (const std::int64_t w = needs_.window_queries(); w > 0) {
     const bool whole = tail_[static_cast<std::size_t>(l.slot)].empty();
     const std::int64_t n = l.queries.extent[0];

@@ -145,6 +145,8 @@ class Engine final : private LayerHooks {
   std::int64_t host_needed_bytes(int slot) const;
   // Whether prompts end before the policy may compress any layer of them.
   bool compresses_at_end() const { return needs_.finish_prompt(); }
+  // Most tokens of a prompt's chunk, where the policy chooses what each chunk attends to; else 0.
+  int prompt_chunk() const { return prompt_chunk_; }
   bool fills_host() const { return needs_.archive() || (needs_.host_pages() && options_.spill == Spill::always); }
   std::int64_t step_bytes() const { return full_bytes(1) * (needs_.host_pages() ? 2 : 1); }
   std::int64_t used_bytes() const { return store_->page_bytes(Tier::device); }
@@ -187,12 +189,22 @@ class Engine final : private LayerHooks {
   }
   bool wants_mass() const override { return needs_.mass() != Mass::none; }
   ops::MassColumn mass_into() const override { return mass_into_; }
+  bool chooses_in_prompts() const override { return prompt_chunk_ > 0; }
+  Selection select_chunk(const PromptLayer& l, Fit& fit) override;
   Fit before_prompt(int layer, int slot) override;
   Fit prompt(const PromptLayer& l) override;
   Selection select(const DecodeLayer& l, Fit& fit) override;
   Fit attended(const DecodeLayer& l) override;
   Fit finish_step(const std::vector<std::int32_t>& slots, int room) override;
 
+  // Host memory of a prompt's callback.
+  struct PromptRow {
+    std::vector<std::int32_t> slots;
+    std::int32_t step[1] = {0};
+    bool last[1];
+    explicit PromptRow(const PromptLayer& l) : slots(1, l.slot), last{l.last} {}
+  };
+  LayerPrefill layer_prefill(const PromptLayer& l, std::span<const std::int32_t> position, const PromptRow& row);
   LayerKv layer_kv(int layer, const std::vector<std::int32_t>& slots, std::span<const std::int32_t> position);
   std::int64_t frame_bytes(CodecSpec codec) const;
   std::int64_t full_bytes(std::int64_t tokens, CodecSpec codec) const;
@@ -217,6 +229,7 @@ class Engine final : private LayerHooks {
   Needs needs_;
   ops::MassColumn mass_into_;
   std::vector<const PromptMask*> masks_;  // [layer] as PromptLayer::masks; empty = no layer has one
+  int prompt_chunk_ = 0;     // ChoosesInPrompts::prompt_chunk
   bool capturable_ = false;  // a graph may capture the policy: shapes of decode steps follow the room of the graph then
   EngineOptions options_;
   OwnedStream owned_stream_;

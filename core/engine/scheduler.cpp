@@ -107,7 +107,10 @@ bool Scheduler::fits(std::size_t index) const {
   // A whole prompt is compressed in each layer before the next layer runs, a chunked one at its end.
   const bool whole = !engine_.compresses_at_end() &&
                      (options_.prefill_chunk == 0 || prompt <= static_cast<std::size_t>(options_.prefill_chunk));
-  const std::int64_t peak = whole ? std::min(all, kept + all / engine_.store().shape().layers) : all;
+  std::int64_t peak = whole ? std::min(all, kept + all / engine_.store().shape().layers) : all;
+  // A chunk that attends to listed pages adds its own.
+  if (const int listed = engine_.prompt_chunk(); listed > 0)
+    peak = std::min(all, kept + engine_.full_bytes(listed + engine_.store().shape().page_size));
   std::int64_t after = kept + (more ? engine_.full_bytes(static_cast<int>(more)) : 0);
   if (more && leaves && says.decode >= 0) after = std::min(after, says.decode);
   return free >= std::max(peak, after) + growth_ * static_cast<std::int64_t>(active_.size() + 1);
@@ -165,7 +168,9 @@ bool Scheduler::admit() {
 }
 
 Fit Scheduler::prompts() {
-  const auto chunk = static_cast<std::size_t>(options_.prefill_chunk);
+  // Whole chunks of a policy that chooses what each of them attends to.
+  const int own = std::max(1, engine_.prompt_chunk());
+  const auto chunk = static_cast<std::size_t>((options_.prefill_chunk + own - 1) / own * own);
   for (std::size_t spent = 0;;) {
     if (active_.empty() || !prompting(active_.back())) {
       if (!admit()) return Fit::ok;

@@ -10,6 +10,7 @@
 #include "ops/attend/attend_made_up.hpp"
 #include "ops/attend/attend_prompt.hpp"
 #include "ops/linear/norm.hpp"
+#include "ops/page/causal.hpp"
 #include "ops/page/paged.hpp"
 
 namespace kvlab {
@@ -253,21 +254,72 @@ const float* CpuExecutor::cached_keys() const {
   return (store_.options().rope == RopeRegime::cache_relative ? qkv_.raw_k : qkv_.k).data();
 }
 
-Fit CpuExecutor::attend_prompt(PromptLayer& info, std::int64_t n, int first, bool mass) {
+// Rows of a chunk as attention takes them and as they are appended.
+void CpuExecutor::make_rows(PromptLayer& info, std::int64_t n) {
   const ModelConfig& c = model_->config;
-  const Shape& s = store_.shape();
-  const std::vector<std::int32_t> slots{info.slot};
   info.past = 0;
   for (int head = 0; head < c.kv_heads; ++head)
     info.past = std::max(info.past, store_.length(info.layer, info.slot, head));
 #pragma omp parallel for schedule(static) if (n > 16)
   for (std::int64_t t = 0; t < n; ++t) rotate_token(info.layer, info.slot, t, t);
-  const int bytes = static_cast<int>(size_of(s.dtype));
+  const int bytes = static_cast<int>(size_of(store_.shape().dtype));
   if (store_.options().rope != RopeRegime::cache_relative) ops::round_to(qkv_.k.data(), n * key_width(), bytes);
   ops::round_to(qkv_.v.data(), n * key_width(), bytes);
   look_at_entries(0, 0, n);
-
   static_cast<LayerRows&>(info) = rows_of(info.layer, n);
+}
+
+Fit CpuExecutor::append_prompt(PromptLayer& info, std::int64_t n, int first) {
+  make_rows(info, n);
+  const PartTimer timer(Part::append);
+  return store_.append(info.layer, info.slot, cached_keys(), qkv_.v.data(), static_cast<int>(n), first);
+}
+
+// Each token is a row that sees one token more than the row before.
+void CpuExecutor::attend_chosen(PromptLayer& info, std::int64_t n, int, const Selection& read) {
+  const PartTimer timer(Part::attend);
+  const ModelConfig& c = model_->config;
+  std::vector<std::int32_t> rows, lengths;
+  for (std::int64_t t = 0; t < n; ++t) {
+    rows.push_back(static_cast<std::int32_t>(t));
+    for (int head = 0; head < c.kv_heads; ++head)
+      lengths.push_back(store_.length(info.layer, info.slot, head) - static_cast<int>(n - 1 - t));
+  }
+  const std::vector<std::int32_t> slots{info.slot};
+  ops::AttendArgs a;
+  a.kv = store_.view(info.layer, slots);
+  a.kv.table.data += info.slot * a.kv.table.stride[0];
+  a.kv.table.extent[0] = n, a.kv.table.stride[0] = 0;
+  a.kv.length = View<const std::int32_t, 2>::dense(lengths.data(), {n, c.kv_heads});
+  a.kv.slots = rows.data();
+  a.kv.rows = static_cast<int>(n);
+  a.queries = info.queries;
+  std::vector<std::int32_t> counts(static_cast<std::size_t>((n + 1) * c.kv_heads));
+  PageList pages;
+  if (read.pages) {
+    pages = ops::causal_pages(*read.pages, info.slot, a.kv, counts.data(), Stream::cpu());
+    a.pages = &pages;
+  }
+  a.most_distance = read.most_distance;
+  a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
+  a.window = c.sliding_window;
+  a.last = position_.data();
+  a.out = heads_view(attention_, n, c.heads, c.head_dim);
+  if (read.pages || read.most_distance > 0) {
+    lse_.resize(static_cast<std::size_t>(n * c.heads));
+    a.lse = View<float, 2>::dense(lse_.data(), {n, c.heads});
+    info.lse = View<const float, 2>{lse_.data(), {c.heads, n}, {1, c.heads}};
+  }
+  ops::attend(a, workspace_, Stream::cpu());
+  workspace_.reset();
+  info.output = a.out;
+}
+
+Fit CpuExecutor::attend_prompt(PromptLayer& info, std::int64_t n, int first, bool mass) {
+  const ModelConfig& c = model_->config;
+  const Shape& s = store_.shape();
+  const std::vector<std::int32_t> slots{info.slot};
+  make_rows(info, n);
   {
     const PartTimer timer(Part::attend);
     ops::PromptArgs a;

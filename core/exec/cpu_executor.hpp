@@ -17,6 +17,8 @@ class CpuExecutor : public Executor {
   void embed(std::int64_t rows) override;
   void project(int layer, std::int64_t rows) override;
   Fit attend_prompt(PromptLayer& info, std::int64_t rows, int first, bool mass) override;
+  Fit append_prompt(PromptLayer& info, std::int64_t rows, int first) override;
+  void attend_chosen(PromptLayer& info, std::int64_t rows, int first, const Selection& read) override;
   Fit append(int layer, const std::vector<std::int32_t>& slots) override;
   LayerRows rows_of(int layer, std::int64_t rows) override;
   View<float, 3> step_mass(std::int64_t rows, std::int64_t tokens) override;
@@ -44,6 +46,7 @@ class CpuExecutor : public Executor {
   Qkv qkv_;
 
  private:
+  void make_rows(PromptLayer& info, std::int64_t n);
   void project_block(const ModelLayer& l, const float* x, std::int64_t rows, std::int64_t at);
   void add_angle(int position);
   void logits_of(const float* x, std::int64_t rows, View<float, 2> out);

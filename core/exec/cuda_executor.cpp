@@ -13,6 +13,7 @@
 #include "ops/linear/argmax.hpp"
 #include "ops/linear/embed.hpp"
 #include "ops/linear/norm.hpp"
+#include "ops/page/causal.hpp"
 #include "ops/page/paged.hpp"
 #include "ops/page/prompt_pages.hpp"
 #include "ops/page/rope_rank.hpp"
@@ -358,7 +359,7 @@ PagedKv CudaExecutor::chunk_view(int layer, int slot, std::int64_t tokens) {
 }
 
 void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass,
-                               ops::MassColumn mass_into, const PromptMask* masks) {
+                               ops::MassColumn mass_into, const PromptMask* masks, bool leaves_lse) {
   const PartTimer timer(Part::attend);
   const ModelConfig& c = model_->config;
   const std::int64_t width = std::int64_t{c.heads} * c.head_dim;
@@ -379,7 +380,7 @@ void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const 
   if (decoding() && rounds(kv)) a.rounded = rounded_.as<std::uint16_t>() + first_row * width;
   a.mass = mass;
   a.mass_into = mass_into;
-  if (read.made_up) a.lse = View<float, 2>::dense(lse_.as<float>() + first_row * c.heads, {kv.rows, c.heads});
+  if (read.made_up || leaves_lse) a.lse = View<float, 2>::dense(lse_.as<float>() + first_row * c.heads, {kv.rows, c.heads});
   ops::choose_and_attend(a, store_.workspace(), stream_);
   if (read.made_up) ops::attend_made_up(a, read.made_up, stream_);
 }
@@ -574,6 +575,40 @@ Fit CudaExecutor::attend_prompt(PromptLayer& info, std::int64_t rows, int first,
   if (phase_ == Phase::prompt_shown)
     info.output = View<const float, 3>::dense(attention_.as<float>(), {rows, c.heads, c.head_dim});
   return Fit::ok;
+}
+
+Fit CudaExecutor::append_prompt(PromptLayer& info, std::int64_t rows, int first) {
+  info.past = store_.max_length(info.layer, {info.slot});
+  if (append_chunk(info.layer, info.slot, rows, first, rounded_queries_) != Fit::ok) return Fit::out_of_memory;
+  static_cast<LayerRows&>(info) = rows_of(info.layer, rows);
+  return Fit::ok;
+}
+
+void CudaExecutor::attend_chosen(PromptLayer& info, std::int64_t rows, int first, const Selection& read) {
+  const ModelConfig& c = model_->config;
+  attended_ = &attention_;
+  if (!read.pages && read.most_distance == 0) {
+    View<const float, 2> lse;
+    attended_type_ = attend_chunk(chunk_view(info.layer, info.slot, rows), info, first,
+                                  store_.max_length(info.layer, {info.slot}), {}, info.wants_lse ? &lse : nullptr);
+    info.lse = lse;
+  } else {
+    const PagedKv kv =
+        store_.causal_view(info.layer, info.slot, static_cast<int>(rows),
+                           room<std::int32_t>(length_, (2 * rows + 1) * c.kv_heads), room<std::int32_t>(rows_, rows));
+    Selection of_rows = read;
+    PageList pages;
+    if (read.pages) {
+      pages = ops::causal_pages(*read.pages, info.slot, kv, length_.as<std::int32_t>() + rows * c.kv_heads, stream_);
+      of_rows.pages = &pages;
+    }
+    const float* lse = room<float>(lse_, rows * c.heads);
+    attend_rows(kv, 0, of_rows, {}, {}, nullptr, true);
+    attended_type_ = DType::f32;
+    info.lse = View<const float, 2>{lse, {c.heads, rows}, {1, c.heads}};
+  }
+  if (phase_ == Phase::prompt_shown)
+    info.output = View<const float, 3>::dense(attention_.as<float>(), {rows, c.heads, c.head_dim});
 }
 
 View<float, 3> CudaExecutor::step_mass(std::int64_t rows, std::int64_t tokens) {

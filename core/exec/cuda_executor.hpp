@@ -35,6 +35,8 @@ class CudaExecutor final : public Executor {
   void embed(std::int64_t rows) override;
   void project(int layer, std::int64_t rows) override;
   Fit attend_prompt(PromptLayer& info, std::int64_t rows, int first, bool mass) override;
+  Fit append_prompt(PromptLayer& info, std::int64_t rows, int first) override;
+  void attend_chosen(PromptLayer& info, std::int64_t rows, int first, const Selection& read) override;
   Fit append(int layer, const std::vector<std::int32_t>& slots) override;
   int room(int layer, const std::vector<std::int32_t>& slots) const override;
   LayerRows rows_of(int layer, std::int64_t rows) override;
@@ -84,7 +86,7 @@ class CudaExecutor final : public Executor {
   void turn(const PagedKv& kv, bool ahead);
   PagedKv chunk_view(int layer, int slot, std::int64_t tokens);
   void attend_rows(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass,
-                   ops::MassColumn mass_into, const PromptMask* masks = nullptr);
+                   ops::MassColumn mass_into, const PromptMask* masks = nullptr, bool leaves_lse = false);
   bool rounds(const PagedKv& kv) const;
   bool rounds_queries(std::int64_t tokens) const;
   void* rounded_queries(std::int64_t tokens);
@@ -138,7 +140,7 @@ class CudaExecutor final : public Executor {
   StreamMemory likeliest_;            // i32 [row]
   StreamMemory nonfinite_;            // i32 [row]: marks of rows, 0 between calls; a prompt uses the first
   StreamMemory mass_, sums_, logits_;  // f32
-  StreamMemory lse_;                   // f32 [row, query head] of attention that made-up tokens join
+  StreamMemory lse_;                   // f32 [row, query head] of attention that made-up tokens join, or of a chunk with a list
   StreamMemory copy_, copy_table_;     // pages and table of one layer's copy, for prompts
   PageLayout copy_layout_;
   std::int64_t grown_ = 0;  // times that room() moved one of these buffers

@@ -32,7 +32,16 @@ Fit Executor::prefill(int slot, std::span<const int> tokens, bool last, LayerHoo
     info.last = last;
     info.masks = hooks.prompt_masks(layer);
     info.wants_lse = hooks.wants_prompt_lse();
-    if (attend_prompt(info, n, first, hooks.wants_prompt_mass()) != Fit::ok) return Fit::out_of_memory;
+    if (hooks.chooses_in_prompts()) {
+      if (append_prompt(info, n, first) != Fit::ok) return Fit::out_of_memory;
+      Fit fit = Fit::ok;
+      const Selection read = hooks.select_chunk(info, fit);
+      if (fit != Fit::ok) return fit;
+      attend_chosen(info, n, first, read);
+      cache_.workspace().reset();
+    } else if (attend_prompt(info, n, first, hooks.wants_prompt_mass()) != Fit::ok) {
+      return Fit::out_of_memory;
+    }
     if (hooks.prompt(info) != Fit::ok) return Fit::out_of_memory;
     finish_layer(layer, n);
   }

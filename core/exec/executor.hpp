@@ -27,6 +27,16 @@ struct LayerRows {
   View<const float, 3> output;                  // [row, query head, head_dim] of attention, set after it has run
 };
 
+// The pages or tokens that attention of a decode step, or of a prompt's chunk, reads. Without a list it reads all resident tokens.
+struct Selection {
+  const PageList* pages = nullptr;
+  const TokenList* tokens = nullptr;
+  HeadLogits logits;          // what it leaves of its scores
+  MadeUpTokens made_up;       // that it reads, too
+  View<const float, 3> bias;  // of its logits; empty = none
+  int most_distance = 0;      // as AttendArgs::most_distance
+};
+
 // One layer of one prompt chunk of one sequence, after its attention.
 struct PromptLayer : LayerRows {
   int slot = 0, past = 0;
@@ -35,16 +45,6 @@ struct PromptLayer : LayerRows {
   View<const float, 2> mass;          // [query head, past + token]; empty unless hooks want it, as `output` may be
   bool wants_lse = false;             // hooks want `lse`
   View<const float, 2> lse;           // [query head, token] as LayerPrefill::lse
-};
-
-// The pages or tokens that attention of a decode step reads. Without a list it reads all resident tokens.
-struct Selection {
-  const PageList* pages = nullptr;
-  const TokenList* tokens = nullptr;
-  HeadLogits logits;          // what it leaves of its scores
-  MadeUpTokens made_up;       // that it reads, too
-  View<const float, 3> bias;  // of its logits; empty = none
-  int most_distance = 0;      // as AttendArgs::most_distance
 };
 
 // One layer of one decode step.
@@ -68,6 +68,10 @@ class LayerHooks {
   // Called before a chunk's attention reads the slot's earlier tokens in the layer.
   virtual Fit before_prompt(int /*layer*/, int /*slot*/) { return Fit::ok; }
   virtual Fit prompt(const PromptLayer&) { return Fit::ok; }
+  // Whether select_chunk says what chunks attend to. It is called before the chunk's attention, when the cache holds its
+  // tokens. The answer, a list of pages of one row and a greatest distance, lives until the layer is done.
+  virtual bool chooses_in_prompts() const { return false; }
+  virtual Selection select_chunk(const PromptLayer&, Fit&) { return {}; }
   // Called before attention, after this step's tokens are appended. The answer lives until the layer is done. It may
   // have one list; two are Errc::internal.
   virtual Selection select(const DecodeLayer&, Fit&) { return {}; }
@@ -141,6 +145,9 @@ class Executor {
   // For a chunk: runs RoPE, appends the tokens and attends over the cache, in the order that suits the device. Fills
   // `info` but for the layer, the slot and `last`.
   virtual Fit attend_prompt(PromptLayer& info, std::int64_t rows, int first, bool mass) = 0;
+  // The same in two parts, without mass: what the chunk attends to is said between them.
+  virtual Fit append_prompt(PromptLayer& info, std::int64_t rows, int first) = 0;
+  virtual void attend_chosen(PromptLayer& info, std::int64_t rows, int first, const Selection& read) = 0;
   // For a decode step: append runs RoPE and appends the tokens, rows_of and step_mass return the views for hooks, and
   // attend returns its output.
   virtual Fit append(int layer, const std::vector<std::int32_t>& slots) = 0;

@@ -19,6 +19,7 @@
 #include "plugin/before_step.hpp"
 #include "plugin/callback.hpp"
 #include "plugin/edits_author.hpp"
+#include "plugin/in_prompts.hpp"
 #include "plugin/loader.hpp"
 #include "plugin/steady_split.hpp"
 #include "plugin/verified.hpp"
@@ -300,7 +301,7 @@ class GuardedCodec final : public Guard<Codec> {
   }
 };
 
-class GuardedPolicy final : public Guard<Policy>, public EditsAuthor, public BeforeStep {
+class GuardedPolicy final : public Guard<Policy>, public EditsAuthor, public BeforeStep, public ChoosesInPrompts {
  public:
   using Guard::Guard;
   int before_step(const StepCounters& c) override { return prepare(c); }
@@ -334,6 +335,14 @@ class GuardedPolicy final : public Guard<Policy>, public EditsAuthor, public Bef
   }
   void finish_prompt(const LayerKv& kv, Edits& edits, Stream s) override {
     edit("finish_prompt", edits, [&](Policy& p) { p.finish_prompt(kv, edits, s); });
+  }
+  int prompt_chunk() const override {
+    const int tokens = ask("prompt_chunk", [](Policy& p) { return kvlab::prompt_chunk(p); });
+    if (tokens < 0) who_.refuse("prompt_chunk", fmt::format("got chunks of {} tokens, wanted 0 or more", tokens));
+    return tokens;
+  }
+  void select_chunk(const LayerPrefill& kv, Edits& edits, Stream s) override {
+    edit("select_chunk", edits, [&](Policy& p) { dynamic_cast<ChoosesInPrompts&>(p).select_chunk(kv, edits, s); });
   }
   void select(const LayerStep& step, Edits& edits, Stream s) override {
     edit("select", edits, [&](Policy& p) { p.select(step, edits, s); });

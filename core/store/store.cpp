@@ -330,9 +330,13 @@ void Store::note_place(const Edit& e, const std::vector<std::int32_t>& slots) {
     }
 }
 
-Fit Store::recall_all(int layer, int slot) {
+void Store::forget_place(int layer, int slot) {
   placed_[layer_slot(layer, slot)] = false;
   if (slot_room(slot) > 0) spill(slot);  // the room was that of another prompt
+}
+
+Fit Store::recall_all(int layer, int slot) {
+  forget_place(layer, slot);
   return recall_layer(layer, slot);
 }
 

@@ -137,6 +137,8 @@ class Store {
   virtual Fit await_reloads(const std::vector<std::int32_t>& /*slots*/) { return Fit::ok; }
   // Brings every page of the slot's layer back to the device, for the next part of its prompt.
   Fit recall_all(int layer, int slot);
+  // The same of a prompt that reads listed pages alone. Pages stay where they are.
+  void forget_place(int layer, int slot);
   // Whether place edits of one of the slots take effect.
   bool any_spills(const std::vector<std::int32_t>& slots) const;
   // Ends a step: later work runs after the copies that place edits started beside the step.

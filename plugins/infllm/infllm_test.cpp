@@ -79,16 +79,19 @@ struct Plain {
       }
     }
   }
-  std::vector<int> pages(int position, std::size_t blocks) const {
+  // What the queries at text positions from `from` to `position` read together, by their mean.
+  std::vector<int> pages(int from, int position, std::size_t blocks) const {
     Vector scores;
     std::vector<int> all;
     for (std::size_t b = 0; b < keys.size(); ++b) {
       all.push_back(static_cast<int>(b));
       scores.push_back(0);
-      for (std::size_t h = 0; h < heads(); ++h)
-        scores.back() += dot(
-            turned(run.layer(layer).queries.at[static_cast<std::size_t>(position)][h], clamped ? window - position : 0),
-            keys[b][h]);
+      for (int i = from; i <= position; ++i)
+        for (std::size_t h = 0; h < heads(); ++h)
+          scores.back() += dot(turned(run.layer(layer).queries.at[static_cast<std::size_t>(i)][h],
+                                      clamped ? window - i : 0),
+                               keys[b][h]) /
+                           (position + 1 - from);
     }
     const std::vector<int> chosen = best(scores, all, std::min(blocks, all.size()));
     std::vector<int> read;
@@ -112,27 +115,48 @@ struct Part {
   int prompt, steps;
 };
 
+// A prompt of so many tokens that begins at a text position, in chunks; 0 = all of it attends to everything. `before`:
+// tokens of prompts that came before it.
+void check_prompt(Plain& plain, int from, int tokens, int before, int chunk, std::size_t blocks, int furthest) {
+  const auto& got = plain.run.layer(plain.layer).prompt_outputs.at;
+  for (int at = 0; at < tokens; at += chunk > 0 ? chunk : tokens) {
+    const int end = chunk > 0 ? std::min(tokens, at + chunk) : tokens, last = from + end - 1;
+    const bool chooses = chunk > 0 && from + end > window;
+    const std::vector<int> pages = chooses ? plain.pages(from + at, last, blocks) : positions_to(last / page + 1);
+    for (int i = at; i < end; ++i) {
+      CAPTURE(i, plain.layer);
+      const auto outputs = plain.attend(from + i, tokens_of(pages, from + i), chooses ? furthest : longest);
+      for (std::size_t h = 0; h < outputs.size(); ++h)
+        for (std::size_t d = 0; d < outputs[h].size(); ++d)
+          CHECK(got[static_cast<std::size_t>(before + i)][h][d] == Approx(outputs[h][d]).margin(1e-4));
+    }
+    plain.make_blocks(from + end);
+  }
+}
+
 void check_reads(std::map<std::string, ParamValue> given, int of_block, int budget, std::size_t blocks,
                  bool clamped = true, const std::vector<Part>& parts = {{prompt, steps}}) {
   const int furthest = given.contains("positions") ? longest : window;
+  const int chunk = given.contains("prompt_retrieval") ? 0
+                    : given.contains("prompt_chunk")   ? static_cast<int>(std::get<std::int64_t>(given["prompt_chunk"]))
+                                                       : 512;
   OnText run(Role::policy, "infllm", params(std::move(given)), budget, longest, page);
   std::vector<Plain> layers;
   for (int layer = 0; layer < run.config().layers; ++layer) layers.push_back(Plain{run, layer, of_block, clamped});
-  int position = 0, step = 0;
+  int position = 0, step = 0, before = 0;
   for (const Part& part : parts) {
     run.prefill(part.prompt);
     for (Plain& plain : layers) {
-      for (int i = position; i < position + part.prompt; ++i) plain.attend(i, positions_to(i + 1));
-      plain.make_blocks(position + part.prompt);
+      check_prompt(plain, position, part.prompt, before, chunk, blocks, furthest);
       REQUIRE(static_cast<int>(plain.keys.size()) == (position + part.prompt - first - window) / block);
     }
-    position += part.prompt;
+    position += part.prompt, before += part.prompt;
     for (const int end = step + part.steps; step < end; ++step, ++position) {
       run.step();
       for (Plain& plain : layers) {
         CAPTURE(step, plain.layer);
         plain.make_blocks(position + 1);
-        const std::vector<int> wanted = plain.pages(position, blocks);
+        const std::vector<int> wanted = plain.pages(position, position, blocks);
         const auto& read = run.layer(plain.layer).read[static_cast<std::size_t>(step)];
         for (int head = 0; head < run.config().kv_heads; ++head) {
           CHECK(read[static_cast<std::size_t>(head)] == wanted);
@@ -161,6 +185,20 @@ TEST_CASE("infllm reads on real text what a plain implementation reads") {
   check_reads({{"clamped_scores", false}}, few, least + block, 2, false);
   check_reads({{"positions", std::string("original")}}, few, least + block, 2);
   check_reads({{"positions", std::string("original")}, {"clamped_scores", false}}, few, 0, 2, false);
+  check_reads({{"prompt_retrieval", false}}, few, least + block, 2);
+}
+
+TEST_CASE("infllm: chunks of a prompt read on real text what a plain implementation reads") {
+  for (const std::int64_t chunk : {1, 17, 40}) {
+    CAPTURE(chunk);
+    check_reads({{"prompt_chunk", chunk}}, few, least + block, 2);
+  }
+  const std::int64_t chunk = 24;
+  check_reads({{"prompt_chunk", chunk}}, few, least, 1);
+  check_reads({{"prompt_chunk", chunk}, {"clamped_scores", false}}, few, least + block, 2, false);
+  check_reads({{"prompt_chunk", chunk}, {"positions", std::string("original")}}, few, 0, 2);
+  check_reads({{"prompt_chunk", chunk}, {"local_scores", false}}, block, least + block, 2);
+  check_reads({{"prompt_chunk", chunk}}, few, least + block, 2, true, {{prompt, 20}, {45, 30}});
 }
 
 TEST_CASE("infllm: a second prompt adds to the sums of tokens, and blocks that have vectors keep them") {

@@ -23,10 +23,11 @@ using Row = std::vector<double>;
 // Prompts of a model with one layer and 2 KV heads of 8 elements.
 class Prompts {
  public:
-  explicit Prompts(double share) {
+  explicit Prompts(double share, const std::string& weights = "") {
     static Registry registry;
     const PluginInfo& info = registry.require(Role::profiler, "kvquant_codebooks");
-    profiler_ = create<Profiler>(info, resolve(info, {{"outlier_share", share}, {"rounds", std::int64_t{10000}}}));
+    profiler_ = create<Profiler>(
+        info, resolve(info, {{"outlier_share", share}, {"rounds", std::int64_t{10000}}, {"fisher", weights}}));
     shape_.layers = 1, shape_.query_heads = shape_.kv_heads = heads, shape_.head_dim = dim;
     shape_.page_size = 4, shape_.max_slots = 1, shape_.max_tokens = 256;
     profiler_->attach(shape_, workspace_);
@@ -145,6 +146,10 @@ TEST_CASE("kvquant_codebooks: quantiles, k-means and Q-Norm by hand") {
   CHECK(kvquant::Fit({1, 1, 1, 2, 9}).centres(2, 50) == Row{1.25, 9});
   CHECK(kvquant::Fit({3, 3, 3}).centres(2, 50) == Row{3, 3});
   CHECK(kvquant::Fit({3, 3, 3}).normed({3, 3}) == Row{3, 3});
+  // Weights 3 and 1, and 0 and 2: means .75 and 11. A centre whose numbers weigh nothing stays at its quantile.
+  CHECK(kvquant::Fit({10, 0, 11, 3}, {0, 3, 2, 1}).centres(2, 50) == Row{.75, 11});
+  CHECK(kvquant::Fit({10, 0, 11, 1}, {0, 1, 0, 1}).centres(2, 50) == Row{.5, 10.25});
+  CHECK(kvquant::Fit({10, 0, 11, 1}, {0, 3, 2, 1}).normed({.5, 10.5}) == fit.normed({.5, 10.5}));
   const Row uniform = kvquant::Fit({}).centres(4, 50);
   for (std::size_t i = 0; i < 4; ++i) CHECK(uniform.at(i) == Approx(-1 + 2. * static_cast<double>(i) / 3));
 }
@@ -172,6 +177,85 @@ TEST_CASE("kvquant_codebooks: thresholds are those of keys before RoPE, and entr
     check_codebook(profile.at("key_codebook" + which).values, normalised(p.keys, outside));
   }
   CHECK(profile.at("outlier_share").values == std::vector<float>{static_cast<float>(share)});
+}
+
+namespace {
+
+// A file of numpy.save.
+std::string npy(const TempDir& folder, const std::string& shape, const std::vector<float>& values,
+                const std::string& type = "<f4") {
+  std::string header = "{'descr': '" + type + "', 'fortran_order': False, 'shape': (" + shape + "), }";
+  header.resize((header.size() + 10 + 64) / 64 * 64 - 10, ' ');
+  const std::string path = (folder / "w.npy").string();
+  std::ofstream out(path, std::ios::binary);
+  out << "\x93NUMPY" << '\x01' << '\0' << static_cast<char>(header.size() % 256)
+      << static_cast<char>(header.size() / 256) << header;
+  out.write(reinterpret_cast<const char*>(values.data()), static_cast<std::streamsize>(values.size() * sizeof(float)));
+  return path;
+}
+
+// Each of the 4 entries is the weighted mean of the numbers that are nearest to it.
+void check_weighted(const std::vector<float>& entries, const Row& numbers, const Row& weights) {
+  REQUIRE(numbers.size() == weights.size());
+  const Row centres(entries.begin() + 4, entries.begin() + 8);
+  Row sum(4), weight(4);
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    const std::size_t c = nearest(centres, numbers[i]);
+    sum[c] += numbers[i] * weights[i], weight[c] += weights[i];
+  }
+  for (std::size_t c = 0; c < 4; ++c) CHECK(sum[c] / weight[c] == Approx(centres[c]).margin(1e-5));
+}
+
+}  // namespace
+
+TEST_CASE("kvquant_codebooks: a file weighs the numbers of k-means, by token and channel or by channel") {
+  const TempDir folder;
+  constexpr std::size_t tokens = 40, width = Prompts::heads * Prompts::dim;
+  const bool by_token = GENERATE(true, false);
+  CAPTURE(by_token);
+  std::mt19937 rng{3};
+  std::vector<float> w((by_token ? tokens : 1) * 2 * width);
+  for (float& x : w) x = static_cast<float>(rng() % 1000) / 100;
+  Prompts p(0., npy(folder, by_token ? "1, 2, 40, 16" : "1, 2, 16", w));
+  p.prompt(tokens);
+  const Profile profile = p.profile();
+  CHECK(profile.at("weighted").values == std::vector<float>{1});
+  Row of_keys, of_values;
+  const auto at = [&](std::size_t side, std::size_t t, std::size_t c) {
+    return double{w[by_token ? (side * tokens + t) * width + c : side * width + c]};
+  };
+  for (std::size_t c = 0; c < width; ++c)
+    for (std::size_t t = 0; t < tokens; ++t) of_keys.push_back(at(0, t, c));
+  for (std::size_t t = 0; t < tokens; ++t)
+    for (std::size_t c = 0; c < width; ++c) of_values.push_back(at(1, t, c));
+  check_weighted(profile.at("key_codebook").values, normalised(p.keys, 0), of_keys);
+  check_weighted(profile.at("value_codebook").values, normalised(p.values, 0), of_values);
+  Prompts even(0.);
+  even.prompt(tokens);
+  CHECK(even.profile().at("weighted").values == std::vector<float>{0});
+  CHECK(even.profile().at("key_codebook").values != profile.at("key_codebook").values);
+}
+
+TEST_CASE("kvquant_codebooks: weights of another model or other prompts, and other files, are refused") {
+  const TempDir folder;
+  const auto with = [&](const std::string& shape, std::size_t count, float each = 1, const std::string& type = "<f4") {
+    Prompts p(0., npy(folder, shape, std::vector<float>(count, each), type));
+    p.prompt(3);
+    p.profile();
+  };
+  CHECK_NOTHROW(with("1, 2, 16", 32));
+  CHECK_NOTHROW(with("1, 2, 3, 16", 96));
+  CHECK_THROWS_WITH(with("1, 2, 8", 16), Catch::Contains("got weights [1, 2, 8], wanted [1, 2, 16]"));
+  CHECK_THROWS_WITH(with("2, 2, 16", 64), Catch::Contains("got weights [2, 2, 16]"));
+  CHECK_THROWS_WITH(with("32", 32), Catch::Contains("got weights [32]"));
+  CHECK_THROWS_WITH(with("1, 2, 4, 16", 128), Catch::Contains("got weights [1, 2, 4, 16], wanted 3 tokens"));
+  CHECK_THROWS_WITH(with("1, 2, 16", 31), Catch::Contains("got 124 bytes of numbers"));
+  CHECK_THROWS_WITH(with("1, 2, 16", 32, -1), Catch::Contains("got the weight -1"));
+  CHECK_THROWS_WITH(with("1, 2, 16", 32, NAN), Catch::Contains("got the weight"));
+  CHECK_THROWS_WITH(with("1, 2, 16", 32, 1, "<f8"), Catch::Contains("wanted float32 in the order of C"));
+  CHECK_THROWS_WITH(Prompts(0., (folder / "none.npy").string()), Catch::Contains("got no weights there"));
+  std::ofstream(folder / "text.npy") << "no array at all";
+  CHECK_THROWS_WITH(Prompts(0., (folder / "text.npy").string()), Catch::Contains("got another kind of file"));
 }
 
 TEST_CASE("kvquant_codebooks: channels that never change have no entries of their own") {

@@ -82,6 +82,7 @@ KVLAB_PLUGIN(kvlab::policy<MagicPig>("magicpig",
                  .param("sinks", 4, 0, kvlab::any, "first tokens, which are read in any case")
                  .param("window", 64, 1, kvlab::any,
                         "newest tokens of the prompt, which are read in any case, as all are that come after them")
-                 .param("full_layers", std::string("0,16"), "layers that attend to everything, from 0 on; '' = none")
+                 .param("full_layers", std::string("0,16,32,48"),
+                        "layers that attend to everything, from 0 on, of those that the model has; '' = none")
                  .param("seed", 0, 0, kvlab::any, "of the planes that hash keys and queries")
                  .component("correction", "off = sampled tokens count as they are, whatever their chance was"))

@@ -44,10 +44,9 @@ class OmniKv final : public kvlab::Policy, public kvlab::PreparesSteps {
 
   // Each chosen token may have a page of its own. A further prompt's end still holds those of the last step.
   kvlab::Demand demand(int prompt, int max_new) const override {
-    if (!offloads_ || budget_.kind == BudgetAmount::unlimited) return {};
+    if (!places_) return {};
     return tiers_.of(prompt, max_new, [&](int n, bool decodes) {
-      const int budget = tiers_.budget(n);
-      return budget == tiers_.everything ? budget : budget + (decodes ? tiers_.pages_of_run(max_new) : 0) + 1;
+      return tiers_.budget(n) + (decodes ? tiers_.pages_of_run(max_new) : 0) + 1;
     });
   }
 
@@ -61,7 +60,8 @@ class OmniKv final : public kvlab::Policy, public kvlab::PreparesSteps {
     roles_ = omnikv::roles_of(filters_, wait_, shape.layers, shares_);
     const auto sparse = std::count(roles_.begin(), roles_.end(), omnikv::Role::sparse);
     tiers_ = kvlab::TierDemand(shape, budget, 1 - static_cast<double>(sparse) / shape.layers);
-    if (offloads_) pages_ = kvlab::KeptPages("pages to read", shape, shape.max_pages(), w);
+    places_ = offloads_ && tiers_.budget(shape.max_tokens) != tiers_.everything;
+    if (places_) pages_ = kvlab::KeptPages("pages to read", shape, shape.max_pages(), w);
     prompt_ = kvlab::KeptOfHeads<std::int32_t>("prompt", shape, w);
     const std::int64_t rows = shape.max_slots, heads = shape.kv_heads, capacity = shape.max_tokens;
     auto* data = static_cast<std::int32_t*>(
@@ -84,8 +84,7 @@ class OmniKv final : public kvlab::Policy, public kvlab::PreparesSteps {
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     if (!kv.last[0]) return;
     kvlab::ops::lengths(kv.pages, prompt_.of_row(kv), s);
-    if (offloads_ && budget_.kind != BudgetAmount::unlimited && role(kv.layer) == omnikv::Role::sparse)
-      edits.place(pages_.of(kv), {});
+    if (places_ && role(kv.layer) == omnikv::Role::sparse) edits.place(pages_.of(kv), {});
   }
 
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
@@ -96,7 +95,7 @@ class OmniKv final : public kvlab::Policy, public kvlab::PreparesSteps {
     if (here == Role::filter || here == Role::own) choose(step, list, s);
     if (here == Role::sparse || here == Role::own) edits.attend(list);
     // Pages of the layer behind come while this one runs. It holds the same tokens but for the step's own.
-    if (!offloads_ || step.layer + 1 == step.shape->layers || role(step.layer + 1) != Role::sparse) return;
+    if (!places_ || step.layer + 1 == step.shape->layers || role(step.layer + 1) != Role::sparse) return;
     kvlab::LayerKv next = step;
     ++next.layer;
     kvlab::ops::token_pages(step.pages, list, 1, pages_.of(next), s);
@@ -141,6 +140,7 @@ class OmniKv final : public kvlab::Policy, public kvlab::PreparesSteps {
   std::vector<int> filters_;
   int wait_;
   bool softmax_, shares_, offloads_;
+  bool places_ = false;  // there is something to leave out
   BudgetAmount budget_;
   kvlab::TierDemand tiers_;
   kvlab::KeptPages pages_;

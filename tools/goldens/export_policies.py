@@ -115,8 +115,8 @@ CLUSTERKV = {"name": "clusterkv", "budget": {"tokens": 30}, "sinks": 4, "tokens_
              "window": 7, "window_clusters": 2, "dense_layers": 1}
 SQUEEZED = {"name": "squeezed_attention", "percent_clusters": 15.0, "percentile": 0.8, "window": 12, "iterations": 6}
 LSERVE = {"name": "lserve", "page_size": 4, "parts": 2, "tokens": 24, "sinks": 3, "window": 14, "profile": DUO["profile"]}
-INFLLM = {"name": "infllm", "budget": {"tokens": 64}, "page_size": 4, "sinks": 5, "window": 14, "block": 8, "top": 4,
-          "representatives": 3}
+INFLLM = {"name": "infllm", "prompt_retrieval": False, "budget": {"tokens": 64}, "page_size": 4, "sinks": 5, "window": 14,
+          "block": 8, "top": 4, "representatives": 3}
 INFINIGEN = {"name": "infinigen", "skew": False, "alpha": 1.0, "dense_layers": 1}
 SHADOWKV = {"name": "shadowkv", "budget": {"tokens": 40}, "rank": 12, "chunk": 4, "outliers": 3, "local_chunks": 2}
 THINK = {"name": "think", "ratio": 0.4, "window": 16, "recent": 10}

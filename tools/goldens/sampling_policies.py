@@ -52,7 +52,7 @@ class MagicPig(Full):
     def configure(self, spec):
         self.bits, self.tables, self.least = spec.get("bits", 10), spec.get("tables", 150), spec.get("collisions", 2)
         self.sinks, self.window, self.seed = spec.get("sinks", 4), spec.get("window", 64), spec.get("seed", 0)
-        full = spec.get("full_layers", "0,16")
+        full = spec.get("full_layers", "0,16,32,48")
         self.full = {int(layer) for layer in full.split(",")} if full else set()
         self.corrects = spec.get("correction", True)
         self.planes, self.keys, self.codes, self.bias = {}, {}, {}, {}

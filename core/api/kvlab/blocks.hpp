@@ -65,9 +65,10 @@ void add_block_mass(const PagedKv& kv, View<const float, 3> mass, int newest, co
 
 // Called for a prompt's chunk, after its attention. It adds to blocks.mass(slot, query head, place) the shares that the
 // chunk's queries give the place. A query counts if the place is among the `newest` newest that it sees. A share is
-// that of a softmax over all that it sees. All KV heads hold the row's whole text, in its order. With kv.lse a GPU
-// multiplies each query with these places alone: of 16-bit rows without codes, head_dim 64 or 128. Elsewhere it reads
-// all keys twice for each 64 queries. Bytes: the queries, and for each 8192 of them the keys that they see so.
+// that of a softmax over all that it sees. All KV heads hold the row's whole text, in its order. With kv.lse each query
+// meets these places alone, by tensor cores where rows have 16 bits and no codes and head_dim is 64 or 128. The softmax
+// is then that of the logarithms, whatever they were made of. Without kv.lse it reads all keys twice for each 64
+// queries. Bytes: the queries, and for each 8192 of them the keys that they see so.
 void add_prompt_mass(const LayerPrefill& kv, int newest, const KeyBlocks& blocks, Stream s);
 
 // Makes the vectors of all blocks that a row has by now and that have none. The `representatives` places of a block
@@ -81,6 +82,12 @@ void make_blocks(const PagedKv& kv, const BlockRule& rule, const KeyBlocks& bloc
 // contiguous along head_dim, of the row's newest token, whose text position is its place. Angles are f64. A regime but
 // RopeRegime::original is Errc::unsupported. It reads no page. Bytes: queries and out.
 void turn_queries(const PagedKv& kv, View<const float, 3> queries, int position, View<float, 3> out, Stream s);
+
+// out[row, query head, d] = the mean of a chunk's queries, each as it would be at text position `position`, or with a
+// negative one where it is. queries: [row, query head, i, head_dim], at least one, contiguous along head_dim, oldest
+// first. The last one is that of the row's newest token, whose text position is its place. Angles and sums are f64. A
+// regime but RopeRegime::original is Errc::unsupported. It reads no page. Bytes: queries and out.
+void mean_query(const PagedKv& kv, View<const float, 4> queries, int position, View<float, 3> out, Stream s);
 
 // list = for every KV head the same pages. They are those before the first block, those of the row's most[row] best
 // blocks, and those behind the last block that has a vector. The score of a block is the sum of query . vector over all

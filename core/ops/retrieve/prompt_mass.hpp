@@ -4,8 +4,7 @@
 
 namespace kvlab::ops {
 
-// add_prompt_mass by LayerPrefill::lse, of one row. false: the kernels do not serve the arguments, as on the CPU, and
-// nothing was done.
+// add_prompt_mass by LayerPrefill::lse, of one row. false: there is no lse, and nothing was done.
 bool prompt_mass_at_once(const LayerPrefill& kv, int newest, const KeyBlocks& blocks, Stream s);
 
 void add_prompt_mass_reference(const LayerPrefill& kv, int newest, const KeyBlocks& blocks);

@@ -173,6 +173,38 @@ void turn_queries(const PagedKv& kv, View<const float, 3> queries, int position,
   }
 }
 
+void mean_query(const PagedKv& kv, View<const float, 4> queries, int position, View<float, 3> out, Stream s) {
+  const char* op = "mean_query";
+  check_kv(kv, op, s);
+  if (queries.extent[0] < kv.rows || queries.extent[2] < 1 || queries.extent[3] != kv.head_dim ||
+      queries.stride[3] != 1 || out.extent[0] < kv.rows || out.extent[1] != queries.extent[1] ||
+      out.extent[2] != kv.head_dim || out.stride[2] != 1)
+    fail(Errc::internal, op,
+         "got queries " + extents(queries) + " and out " + extents(out) + ", wanted [row, query head, 1 or more, " +
+             std::to_string(kv.head_dim) + "] and one of each head, dense");
+  check_rope(kv, op);
+  if (s.device() == Device::cuda) return on_cuda<mean_query>(kv, queries, position, out, s);
+  const std::int64_t count = queries.extent[2], dim = kv.head_dim;
+  PerThread<double> sums(static_cast<std::size_t>(dim));
+  PerThread<float> rows(static_cast<std::size_t>(dim));
+  for (int r = 0; r < kv.rows; ++r) {
+    const std::int64_t first = tokens_of(kv, r, op) - count;
+#pragma omp parallel for schedule(static) if (worth_threads(queries.extent[1] * count * dim))
+    for (std::int64_t q = 0; q < queries.extent[1]; ++q) {
+      const auto sum = sums.own();
+      const auto x = rows.own();
+      std::fill(sum.begin(), sum.end(), 0.);
+      for (std::int64_t i = 0; i < count; ++i) {
+        std::copy_n(&queries(r, q, i, 0), dim, x.data());
+        if (position >= 0) rotate(x.data(), unscaled(kv), static_cast<double>(position - (first + i)));
+        for (std::size_t d = 0; d < sum.size(); ++d) sum[d] += double{x[d]};
+      }
+      for (std::int64_t d = 0; d < dim; ++d)
+        out(r, q, d) = static_cast<float>(sum[static_cast<std::size_t>(d)] / static_cast<double>(count));
+    }
+  }
+}
+
 void block_pages(const PagedKv& kv, View<const float, 3> queries, const BlockRule& rule, const std::int32_t* most,
                  const KeyBlocks& blocks, Scores scores, PageList list, Stream s) {
   const char* op = "block_pages";

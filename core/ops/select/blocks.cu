@@ -86,6 +86,27 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
+__global__ void __launch_bounds__(threads)
+    mean_kernel(DeviceKv kv, View<const float, 4> queries, int position, View<float, 3> out) {
+  const int head = blockIdx.x, row = blockIdx.y, half = kv.head_dim / 2, count = static_cast<int>(queries.extent[2]),
+            first = kv.tokens(row, 0) - count;
+  for (int i = threadIdx.x; i < half; i += threads) {
+    double low = 0, high = 0;
+    for (int q = 0; q < count; ++q) {
+      const float x = queries(row, head, q, i), y = queries(row, head, q, i + half);
+      float c = 1, s = 0;
+      if (position >= 0) {
+        double sine, cosine;
+        sincos(double(position - (first + q)) * kv.kv.rope_table.inv_freq[i], &sine, &cosine);
+        c = static_cast<float>(cosine), s = static_cast<float>(sine);
+      }
+      low += double(x * c - y * s), high += double(y * c + x * s);
+    }
+    out(row, head, i) = static_cast<float>(low / count);
+    out(row, head, i + half) = static_cast<float>(high / count);
+  }
+}
+
 // A warp takes a block of tokens, all query heads.
 __global__ void __launch_bounds__(threads) scores_kernel(DeviceKv kv, View<const float, 3> queries,
                                                          const __grid_constant__ KeyBlocks blocks, View<float, 3> out) {
@@ -161,6 +182,13 @@ void turn_queries_cuda(const PagedKv& kv, View<const float, 3> queries, int posi
   check_launch("turn_queries");
 }
 
+void mean_query_cuda(const PagedKv& kv, View<const float, 4> queries, int position, View<float, 3> out, Stream s) {
+  if (kv.rows == 0) return;
+  mean_kernel<<<dim3(count_of(queries.extent[1]), count_of(kv.rows)), threads, 0, stream_of(s)>>>(DeviceKv(kv), queries,
+                                                                                                 position, out);
+  check_launch("mean_query");
+}
+
 void block_pages_cuda(const PagedKv& kv, View<const float, 3> queries, const BlockRule& rule, const std::int32_t* most,
                       const KeyBlocks& blocks, Scores scores, PageList list, Stream s) {
   if (kv.rows == 0) return;
@@ -177,6 +205,7 @@ void block_pages_cuda(const PagedKv& kv, View<const float, 3> queries, const Blo
 KVLAB_ON_CUDA(add_block_mass, add_block_mass_cuda);
 KVLAB_ON_CUDA(make_blocks, make_blocks_cuda);
 KVLAB_ON_CUDA(turn_queries, turn_queries_cuda);
+KVLAB_ON_CUDA(mean_query, mean_query_cuda);
 KVLAB_ON_CUDA(block_pages, block_pages_cuda);
 
 }  // namespace kvlab::ops

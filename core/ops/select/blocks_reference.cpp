@@ -78,6 +78,21 @@ void turn_queries_reference(const PagedKv& kv, View<const float, 3> queries, int
     }
 }
 
+void mean_query_reference(const PagedKv& kv, View<const float, 4> queries, int position, View<float, 3> out) {
+  const std::int64_t count = queries.extent[2];
+  for (int r = 0; r < kv.rows; ++r)
+    for (int q = 0; q < queries.extent[1]; ++q) {
+      std::vector<double> sum(static_cast<std::size_t>(kv.head_dim));
+      for (std::int64_t i = 0; i < count; ++i) {
+        const int at = kv.tokens(r, 0) - static_cast<int>(count - i);
+        const float* x = &queries(r, q, i, 0);
+        const auto y = turned({x, x + kv.head_dim}, kv, position < 0 ? 0 : position - at);
+        for (std::size_t d = 0; d < sum.size(); ++d) sum[d] += y[d] / static_cast<double>(count);
+      }
+      for (int d = 0; d < kv.head_dim; ++d) out(r, q, d) = static_cast<float>(sum[static_cast<std::size_t>(d)]);
+    }
+}
+
 void block_pages_reference(const PagedKv& kv, View<const float, 3> queries, const BlockRule& rule,
                            const std::int32_t* most, const KeyBlocks& blocks, PageList list) {
   for (int r = 0; r < kv.rows; ++r) {

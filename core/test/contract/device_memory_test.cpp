@@ -2,6 +2,7 @@
 #include <catch2/catch.hpp>
 
 #include "plugin/before_step.hpp"
+#include "plugin/in_prompts.hpp"
 #include "support/contract.hpp"
 #include "support/guarded_device.hpp"
 
@@ -12,7 +13,7 @@ namespace {
 
 // The policy under test. Before every callback its views are copied to a guarded device; afterwards token state and
 // edits are copied back.
-class OnGuardedDevice final : public Policy, public BeforeStep {
+class OnGuardedDevice final : public Policy, public BeforeStep, public ChoosesInPrompts {
  public:
   explicit OnGuardedDevice(std::shared_ptr<Policy> inner) : inner_(std::move(inner)) {}
   Needs needs() const override { return inner_->needs(); }
@@ -30,6 +31,12 @@ class OnGuardedDevice final : public Policy, public BeforeStep {
   }
   void prefill(const LayerPrefill& from, Edits& edits, Stream) override {
     run(from, edits, [&](LayerPrefill& kv, Edits& to, Stream s) { inner_->prefill(kv, to, s); });
+  }
+  int prompt_chunk() const override { return kvlab::prompt_chunk(*inner_); }
+  void select_chunk(const LayerPrefill& from, Edits& edits, Stream) override {
+    run(from, edits, [&](LayerPrefill& kv, Edits& to, Stream s) {
+      dynamic_cast<ChoosesInPrompts&>(*inner_).select_chunk(kv, to, s);
+    });
   }
   std::vector<PromptMask> prompt_masks() const override { return inner_->prompt_masks(); }
   void finish_prompt(const LayerKv& from, Edits& edits, Stream) override {
@@ -112,6 +119,8 @@ class OnGuardedDevice final : public Policy, public BeforeStep {
       if (from.ahead) kv.ahead = &ahead;
     if (from.queries) kv.queries = device_.put(from.queries.f32());
     if (from.chunk_queries) kv.chunk_queries = device_.put(from.chunk_queries.f32());
+    if constexpr (std::is_same_v<Kv, LayerPrefill>)
+      if (from.lse) kv.lse = device_.put(from.lse);
     if (from.window_queries) kv.window_queries = device_.put(from.window_queries.f32());
     if (from.steps)
       kv.steps = device_.put(View<const std::int32_t, 1>::dense(from.steps, {from.shape->max_slots})).data;

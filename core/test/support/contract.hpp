@@ -214,6 +214,7 @@ class Subjects {
     std::map<std::string, ParamValue> given;
     if (find_param(info, "p")) given["p"] = 1.;
     if (find_param(info, "positions")) given["positions"] = std::string("original");
+    if (find_param(info, "prompt_retrieval")) given["prompt_retrieval"] = false;
     if (!given.empty()) spec.policy = use_with(info, given);
     return spec;
   }
@@ -233,7 +234,7 @@ class Subjects {
   // budgets. So must outliers and local chunks, and the rank of keys must be less than a tiny model's. A codec's
   // residual must leave pages to encode. A policy of an amount of its own may keep nothing but sinks and window. These
   // then cover the suite's short prompts, or it leaves them whole. One that reads pages of an amount of its own leaves
-  // some out, and its groups of pages are small.
+  // some out, and its groups of pages are small, as clusters of tokens are.
   static PluginUse use_with(const PluginInfo& p, std::map<std::string, ParamValue> given) {
     if (find_param(p, "dense_layers")) given["dense_layers"] = std::int64_t{0};
     if (find_param(p, "full_layers")) given["full_layers"] = std::string();
@@ -247,6 +248,8 @@ class Subjects {
     if (find_param(p, "filter_layers")) given["filter_layers"] = std::string("0");
     if (find_param(p, "wait_layers")) given["wait_layers"] = std::int64_t{0};
     if (find_param(p, "block")) given["block"] = std::int64_t{8};
+    if (find_param(p, "prompt_chunk")) given["prompt_chunk"] = std::int64_t{16};
+    if (find_param(p, "tokens_per_cluster")) given["tokens_per_cluster"] = std::int64_t{5};
     if (p.role == Role::policy && create<Policy>(p, resolve(p, given))->needs().own_amount())
       for (const auto& [name, value] :
            {std::pair{"window", 32}, {"tokens", 40}, {"parts", 2}, {"whole", 40}, {"cap", 40}})

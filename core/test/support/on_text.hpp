@@ -130,7 +130,7 @@ class OnText final : public EngineObserver {
  public:
   struct Layer {
     SeenRows queries, keys, values;
-    SeenRows outputs;                                 // of attention in decode steps
+    SeenRows outputs, prompt_outputs;                 // of attention in decode steps, and in prompts
     std::vector<std::vector<std::vector<int>>> read;  // [decode step][KV head] pages, or places of tokens
   };
 
@@ -193,7 +193,10 @@ class OnText final : public EngineObserver {
     slot_ = engine_->open();
   }
 
-  void prompt(const PromptLayer& l, const Store&) override { add(l.layer, l.queries, l.keys, l.values); }
+  void prompt(const PromptLayer& l, const Store&) override {
+    add(l.layer, l.queries, l.keys, l.values);
+    if (l.output) layers_[static_cast<std::size_t>(l.layer)].prompt_outputs.append(l.output);
+  }
   void attended(const DecodeLayer& l, const Store&) override {
     add(l.layer, l.queries, l.keys, l.values);
     layers_[static_cast<std::size_t>(l.layer)].outputs.append(l.output);
