@@ -218,7 +218,8 @@ std::vector<Case> list() {
   // What other kernels take.
   add(v, shape_of(DType::bf16, 96, 16, 2, 30, 150), 50);
   add(v, shape_of(DType::f32, 16, 8, 2, 30, 150), 50);
-  for (const auto& [dtype, dim, newest] : {std::tuple{DType::bf16, 64, 31}, {DType::bf16, 96, 50}, {DType::f32, 16, 9}}) {
+  for (const auto& [dtype, dim, newest] :
+       {std::tuple{DType::bf16, 64, 31}, {DType::bf16, 96, 50}, {DType::f32, 16, 9}}) {
     const PromptShape s = shape_of(dtype, dim, 16, 2, 30, 70);
     v.push_back(checked("prompt_mass", fmt::format("by given logarithms, heads of {}, the newest {}", dim, newest),
                         [s, n = newest](Place& place, Check& check) { compare_made(place, check, s, n); }));

@@ -13,7 +13,11 @@
 
 namespace kvlab {
 
-class ForwardingPolicy : public Policy, public EditsAuthor, public BeforeStep, public Offloads, public ChoosesInPrompts {
+class ForwardingPolicy : public Policy,
+                         public EditsAuthor,
+                         public BeforeStep,
+                         public Offloads,
+                         public ChoosesInPrompts {
  public:
   explicit ForwardingPolicy(std::shared_ptr<Policy> inner) : inner_(std::move(inner)) {}
 

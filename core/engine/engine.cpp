@@ -246,7 +246,8 @@ void Engine::ask_masks() {
   const std::vector<PromptMask> masks = policy_->prompt_masks();
   if (masks.empty()) return;
   if (prompt_chunk_ > 0)
-    throw Error(Errc::config, "got masks of prompts of a policy that chooses what they attend to, wanted one of the two");
+    throw Error(Errc::config,
+                "got masks of prompts of a policy that chooses what they attend to, wanted one of the two");
   const Shape& s = store_->shape();
   const auto heads = static_cast<std::size_t>(s.kv_heads), all = static_cast<std::size_t>(s.layers) * heads;
   if (masks.size() != all)
@@ -577,8 +578,9 @@ Selection Engine::select_chunk(const PromptLayer& l, Fit& fit) {
   }
   if (!edits.logits().empty() || !edits.made_up().empty() || !edits.biases().empty() || edits.distances().size() > 1 ||
       (!edits.distances().empty() && edits.distances()[0] < 1))
-    throw Error(Errc::plugin, "select_chunk: got logits, made-up tokens, a bias, two distances or one below 1, wanted at "
-                              "most one distance");
+    throw Error(Errc::plugin,
+                "select_chunk: got logits, made-up tokens, a bias, two distances or one below 1, wanted at "
+                "most one distance");
   if (!edits.distances().empty()) read.most_distance = edits.distances()[0];
   fit = apply(before, row.slots);
   if (fit == Fit::ok && list) {

@@ -229,7 +229,7 @@ class Engine final : private LayerHooks {
   Needs needs_;
   ops::MassColumn mass_into_;
   std::vector<const PromptMask*> masks_;  // [layer] as PromptLayer::masks; empty = no layer has one
-  int prompt_chunk_ = 0;     // ChoosesInPrompts::prompt_chunk
+  int prompt_chunk_ = 0;                  // ChoosesInPrompts::prompt_chunk
   bool capturable_ = false;  // a graph may capture the policy: shapes of decode steps follow the room of the graph then
   EngineOptions options_;
   OwnedStream owned_stream_;

@@ -380,7 +380,8 @@ void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const 
   if (decoding() && rounds(kv)) a.rounded = rounded_.as<std::uint16_t>() + first_row * width;
   a.mass = mass;
   a.mass_into = mass_into;
-  if (read.made_up || leaves_lse) a.lse = View<float, 2>::dense(lse_.as<float>() + first_row * c.heads, {kv.rows, c.heads});
+  if (read.made_up || leaves_lse)
+    a.lse = View<float, 2>::dense(lse_.as<float>() + first_row * c.heads, {kv.rows, c.heads});
   ops::choose_and_attend(a, store_.workspace(), stream_);
   if (read.made_up) ops::attend_made_up(a, read.made_up, stream_);
 }

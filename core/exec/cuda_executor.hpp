@@ -140,8 +140,8 @@ class CudaExecutor final : public Executor {
   StreamMemory likeliest_;            // i32 [row]
   StreamMemory nonfinite_;            // i32 [row]: marks of rows, 0 between calls; a prompt uses the first
   StreamMemory mass_, sums_, logits_;  // f32
-  StreamMemory lse_;                   // f32 [row, query head] of attention that made-up tokens join, or of a chunk with a list
-  StreamMemory copy_, copy_table_;     // pages and table of one layer's copy, for prompts
+  StreamMemory lse_;  // f32 [row, query head] of attention that made-up tokens join, or of a chunk with a list
+  StreamMemory copy_, copy_table_;  // pages and table of one layer's copy, for prompts
   PageLayout copy_layout_;
   std::int64_t grown_ = 0;  // times that room() moved one of these buffers
   // By the number of rows, whether one of them spills, and the variant of the step.

@@ -27,7 +27,8 @@ struct LayerRows {
   View<const float, 3> output;                  // [row, query head, head_dim] of attention, set after it has run
 };
 
-// The pages or tokens that attention of a decode step, or of a prompt's chunk, reads. Without a list it reads all resident tokens.
+// The pages or tokens that attention of a decode step, or of a prompt's chunk, reads. Without a list it reads all
+// resident tokens.
 struct Selection {
   const PageList* pages = nullptr;
   const TokenList* tokens = nullptr;
@@ -68,8 +69,8 @@ class LayerHooks {
   // Called before a chunk's attention reads the slot's earlier tokens in the layer.
   virtual Fit before_prompt(int /*layer*/, int /*slot*/) { return Fit::ok; }
   virtual Fit prompt(const PromptLayer&) { return Fit::ok; }
-  // Whether select_chunk says what chunks attend to. It is called before the chunk's attention, when the cache holds its
-  // tokens. The answer, a list of pages of one row and a greatest distance, lives until the layer is done.
+  // Whether select_chunk says what chunks attend to. It is called before the chunk's attention, when the cache holds
+  // its tokens. The answer, a list of pages of one row and a greatest distance, lives until the layer is done.
   virtual bool chooses_in_prompts() const { return false; }
   virtual Selection select_chunk(const PromptLayer&, Fit&) { return {}; }
   // Called before attention, after this step's tokens are appended. The answer lives until the layer is done. It may

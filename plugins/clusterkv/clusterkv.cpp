@@ -36,8 +36,8 @@ class ClusterKv final : public kvlab::Policy {
     return tiers_.of(prompt, max_new, [&](int n, bool decodes) {
       const int budget = tiers_.budget(n), recent = window_ > 0 ? std::min(max_new, 2 * window_) : max_new;
       if (budget == tiers_.everything) return budget;
-      return tiers_.whole_pages(sinks_) + std::max(0, budget - sinks_) +
-             (decodes ? tiers_.pages_of_run(recent) : 0) + 1;
+      return tiers_.whole_pages(sinks_) + std::max(0, budget - sinks_) + (decodes ? tiers_.pages_of_run(recent) : 0) +
+             1;
     });
   }
 

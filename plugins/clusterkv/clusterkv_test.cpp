@@ -112,13 +112,13 @@ TEST_CASE("clusterkv reads on real text what a plain implementation reads") {
 
 TEST_CASE("clusterkv: without offload all pages stay on the device, and it reads the same") {
   const auto run_with = [](bool offload) {
-    auto run = std::make_unique<OnText>(
-        Role::policy, "clusterkv",
-        std::map<std::string, ParamValue>{{"tokens_per_cluster", std::int64_t{per_cluster}},
-                                          {"sinks", std::int64_t{sinks}},
-                                          {"dense_layers", std::int64_t{1}},
-                                          {"offload", offload}},
-        tokens, prompt + 30, page);
+    auto run =
+        std::make_unique<OnText>(Role::policy, "clusterkv",
+                                 std::map<std::string, ParamValue>{{"tokens_per_cluster", std::int64_t{per_cluster}},
+                                                                   {"sinks", std::int64_t{sinks}},
+                                                                   {"dense_layers", std::int64_t{1}},
+                                                                   {"offload", offload}},
+                                 tokens, prompt + 30, page);
     run->prefill(prompt);
     run->step();
     run->step();

@@ -1,5 +1,5 @@
-// InfLLM: blocks of tokens lie on the host, and each step and each chunk of a prompt fetches the best ones. A few keys of
-// a block stand for it, those that near queries attended to most. Xiao et al., NeurIPS 2024.
+// InfLLM: blocks of tokens lie on the host, and each step and each chunk of a prompt fetches the best ones. A few keys
+// of a block stand for it, those that near queries attended to most. Xiao et al., NeurIPS 2024.
 #include <kvlab/blocks.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/prompt_lists.hpp>
@@ -146,7 +146,8 @@ KVLAB_PLUGIN(
         .param("representatives", 4, 1, 65536, "tokens of a block whose mean key stands for it")
         .param("positions", Positions::clamped,
                "where a step reads what lies before the window: clamped = at the window's end; original = where it is")
-        .param("prompt_chunk", 512, 1, most_tokens, "tokens of a prompt that choose blocks together, by their mean query")
+        .param("prompt_chunk", 512, 1, most_tokens,
+               "tokens of a prompt that choose blocks together, by their mean query")
         .component("prompt_retrieval",
                    "chunks of a prompt read what a step reads, and themselves; off = prompts attend to everything, by "
                    "the positions of the text")

@@ -88,10 +88,10 @@ struct Plain {
       scores.push_back(0);
       for (int i = from; i <= position; ++i)
         for (std::size_t h = 0; h < heads(); ++h)
-          scores.back() += dot(turned(run.layer(layer).queries.at[static_cast<std::size_t>(i)][h],
-                                      clamped ? window - i : 0),
-                               keys[b][h]) /
-                           (position + 1 - from);
+          scores.back() +=
+              dot(turned(run.layer(layer).queries.at[static_cast<std::size_t>(i)][h], clamped ? window - i : 0),
+                  keys[b][h]) /
+              (position + 1 - from);
     }
     const std::vector<int> chosen = best(scores, all, std::min(blocks, all.size()));
     std::vector<int> read;
@@ -119,7 +119,7 @@ struct Part {
 // tokens of prompts that came before it.
 void check_prompt(Plain& plain, int from, int tokens, int before, int chunk, std::size_t blocks, int furthest) {
   const auto& got = plain.run.layer(plain.layer).prompt_outputs.at;
-  for (int at = 0; at < tokens; at += chunk > 0 ? chunk : tokens) {
+  for (int at = 0; at<tokens; at += chunk> 0 ? chunk : tokens) {
     const int end = chunk > 0 ? std::min(tokens, at + chunk) : tokens, last = from + end - 1;
     const bool chooses = chunk > 0 && from + end > window;
     const std::vector<int> pages = chooses ? plain.pages(from + at, last, blocks) : positions_to(last / page + 1);

@@ -32,8 +32,8 @@ class Fit {
   }
 
   // k-means from k quantiles, the middles of equal shares. A centre is the weighted mean of its numbers. A number that
-  // is as near to two centres goes to the lower. A centre without weight stays. At most so many rounds. Without numbers:
-  // uniform centres from -1 to 1.
+  // is as near to two centres goes to the lower. A centre without weight stays. At most so many rounds. Without
+  // numbers: uniform centres from -1 to 1.
   std::vector<double> centres(std::size_t k, int rounds) const {
     std::vector<double> c;
     for (std::size_t i = 0; i < k; ++i)

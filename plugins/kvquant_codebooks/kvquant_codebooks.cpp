@@ -48,7 +48,8 @@ class KvquantCodebooks final : public kvlab::Profiler {
     if (file_.empty()) return;
     weights_ = kvquant::Weights::read(file_);
     const auto& e = weights_.extent;
-    if (e.size() < 3 || e.size() > 4 || e[0] != shape.layers || e[1] != 2 || e.back() != static_cast<std::int64_t>(width_))
+    if (e.size() < 3 || e.size() > 4 || e[0] != shape.layers || e[1] != 2 ||
+        e.back() != static_cast<std::int64_t>(width_))
       refuse_weights("[" + std::to_string(shape.layers) + ", 2, " + std::to_string(width_) +
                      "] or the same with tokens before the last: layers, keys and values, channels of all KV heads");
   }
@@ -98,7 +99,8 @@ class KvquantCodebooks final : public kvlab::Profiler {
           for (std::size_t i = c; i < keys_[l].size(); i += width_) channel.push_back(keys_[l][i]);
           const Thresholds t = thresholds(channel, share);
           lower.push_back(static_cast<float>(t.lower)), upper.push_back(static_cast<float>(t.upper));
-          t.add(channel, [&](std::size_t token) { return weight(l, 0, token, c); }, numbers, weights);
+          t.add(
+              channel, [&](std::size_t token) { return weight(l, 0, token, c); }, numbers, weights);
         }
         append(std::move(numbers), weights, of_keys);
         numbers.clear(), weights.clear();
@@ -119,7 +121,8 @@ class KvquantCodebooks final : public kvlab::Profiler {
                              std::move(*entries),
                              "32 entries a layer: of 2 bits after Q-Norm, then of 2, 3 and 4 bits"};
     }
-    out["weighted"] = {{1}, {file_.empty() ? 0.f : 1.f}, "1 = a file has weighed the numbers of k-means, 0 = nothing has"};
+    out["weighted"] = {
+        {1}, {file_.empty() ? 0.f : 1.f}, "1 = a file has weighed the numbers of k-means, 0 = nothing has"};
     out["outlier_share"] = {{1}, {static_cast<float>(share_)}, "share of the numbers outside the thresholds"};
   }
 

@@ -50,7 +50,8 @@ struct Weights {
         digits += header[i];
       } else if (!digits.empty()) {
         w.extent.push_back(std::stoll(digits));
-        count = w.extent.back() > 0 && count <= (std::int64_t{1} << 40) / w.extent.back() ? count * w.extent.back() : -1;
+        count =
+            w.extent.back() > 0 && count <= (std::int64_t{1} << 40) / w.extent.back() ? count * w.extent.back() : -1;
         digits.clear();
         if (count < 0) break;
       }

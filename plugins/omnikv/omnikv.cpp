@@ -158,8 +158,7 @@ KVLAB_PLUGIN(kvlab::policy<OmniKv>("omnikv",
                                    "filter layers choose tokens of the prompt for the layers behind them, whose pages "
                                    "come from the host (Hao et al. 2025)")
                  .param("filter_layers", std::string("2,8,18"), "layers that choose, in order, from 0 on")
-                 .param("wait_layers", 1, 0, kvlab::any,
-                        "layers behind a filter layer that attend to everything")
+                 .param("wait_layers", 1, 0, kvlab::any, "layers behind a filter layer that attend to everything")
                  .param("score_by", ScoreBy::last,
                         "a token's score: the greatest logit of the step's query over all heads, or the greatest "
                         "share of attention")

@@ -13,9 +13,9 @@ namespace {
 constexpr int warps = 4, most_of_lane = 8;  // numbers of a key: head_dim is 256 at most
 
 // For rows that tensor cores do not take. A warp takes a place of a query head.
-__global__ void __launch_bounds__(32 * warps) near_kernel(DeviceKv kv, View<const float, 4> queries,
-                                                          View<const float, 3> lse, int newest, int from, int end,
-                                                          View<float, 2> mass) {
+__global__ void __launch_bounds__(32 * warps)
+    near_kernel(DeviceKv kv, View<const float, 4> queries, View<const float, 3> lse, int newest, int from, int end,
+                View<float, 2> mass) {
   const int head = blockIdx.y, place = from + blockIdx.x * warps + threadIdx.x / 32, lane = threadIdx.x % 32,
             count = static_cast<int>(queries.extent[2]), first = end - count;
   if (place >= end) return;

@@ -185,7 +185,7 @@ void turn_queries_cuda(const PagedKv& kv, View<const float, 3> queries, int posi
 void mean_query_cuda(const PagedKv& kv, View<const float, 4> queries, int position, View<float, 3> out, Stream s) {
   if (kv.rows == 0) return;
   mean_kernel<<<dim3(count_of(queries.extent[1]), count_of(kv.rows)), threads, 0, stream_of(s)>>>(DeviceKv(kv), queries,
-                                                                                                 position, out);
+                                                                                                  position, out);
   check_launch("mean_query");
 }
 

@@ -184,8 +184,7 @@ void cluster_keys(const PagedKv& kv, const std::vector<ClusterRange>& ranges, co
     fail(Errc::internal, op, "got " + std::to_string(rule.iterations) + " iterations, wanted at least 0");
   if (s.device() == Device::cuda) return on_cuda<cluster_keys>(kv, ranges, rule, clusters, w, s);
   for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h)
-      cluster_head(kv, r, h, ranges[static_cast<std::size_t>(r)], rule, clusters);
+    for (int h = 0; h < kv.kv_heads; ++h) cluster_head(kv, r, h, ranges[static_cast<std::size_t>(r)], rule, clusters);
 }
 
 void cluster_centroids(const PagedKv& kv, const KeyClusters& finer, const std::vector<ClusterRange>& ranges,

@@ -97,9 +97,8 @@ TEST_CASE("forced misses, everything on the host in every step, give the bits of
 TEST_CASE("pages that hold none of the chosen tokens leave when device memory runs short, and nothing else changes") {
   const auto model = tiny_model("llama-gqa3");
   const auto prompt = test_text(112, model->config.vocab), answer = test_text(20, model->config.vocab, 5);
-  for (const Subject& s : about("policies that choose tokens of the prompt and place their pages", [](const Subject& s) {
-         return s.label == "omnikv" || s.label == "clusterkv";
-       })) {
+  for (const Subject& s : about("policies that choose tokens of the prompt and place their pages",
+                                [](const Subject& s) { return s.label == "omnikv" || s.label == "clusterkv"; })) {
     CAPTURE(s.label);
     const PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, 10);
     const auto play = [&](std::int64_t device_limit) {

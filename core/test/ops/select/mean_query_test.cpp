@@ -37,7 +37,7 @@ TEST_CASE("the mean of queries where they are, and as they would be at one text 
     }
   ops::mean_query(cache.view(), of(2), 0, out, Stream::cpu());
   for (const float x : mean) CHECK(x == Approx(1));
-  CHECK_THROWS_WITH(ops::mean_query(cache.view(), View<const float, 4>::dense(queries.data(), {1, 1, 0, 8}), 0, out,
-                                    Stream::cpu()),
-                    Catch::Contains("mean_query: got queries"));
+  CHECK_THROWS_WITH(
+      ops::mean_query(cache.view(), View<const float, 4>::dense(queries.data(), {1, 1, 0, 8}), 0, out, Stream::cpu()),
+      Catch::Contains("mean_query: got queries"));
 }
