@@ -122,8 +122,8 @@ class ClusterKv final : public kvlab::Policy {
 }  // namespace
 
 KVLAB_PLUGIN(kvlab::policy<ClusterKv>("clusterkv",
-                                      "clusters of the prompt's keys choose a step's tokens, whose pages come from "
-                                      "the host (Liu et al. 2024)")
+                                      "clusters of the prompt's keys choose a step's tokens, whose pages may come "
+                                      "from the host (Liu et al. 2024)")
                  .param("sinks", 16, 0, kvlab::any, "first tokens, which are read in any case and belong to no cluster")
                  .param("clusters", 0, 0, kvlab::any, "clusters of a prompt, at most one a token; 0 = by its length")
                  .param("tokens_per_cluster", 80, 1, kvlab::any, "tokens of the prompt for each cluster, on average")
@@ -133,5 +133,4 @@ KVLAB_PLUGIN(kvlab::policy<ClusterKv>("clusterkv",
                  .param("window_clusters", 8, 1, kvlab::any, "clusters of a window, at most one a token")
                  .param("dense_layers", 2, 0, kvlab::any, "first layers that attend to everything")
                  .param("seed", 0, 0, kvlab::any, "of the keys that are the first centroids")
-                 .component("offload",
-                            "pages lie on the host but for those that a step reads; off = they stay on the device"))
+                 .param("offload", false, "pages lie on the host but for those that a step reads"))

@@ -55,10 +55,13 @@ TEST_CASE("clusterkv reads on real text what a plain implementation reads") {
   const bool by_number = GENERATE(false, true);
   CAPTURE(by_number);
   constexpr int seed = 5, iterations = 6;
-  std::map<std::string, ParamValue> params{
-      {"sinks", std::int64_t{sinks}},    {"iterations", std::int64_t{iterations}},
-      {"window", std::int64_t{window}},  {"window_clusters", std::int64_t{window_clusters}},
-      {"dense_layers", std::int64_t{1}}, {"seed", std::int64_t{seed}}};
+  std::map<std::string, ParamValue> params{{"sinks", std::int64_t{sinks}},
+                                           {"iterations", std::int64_t{iterations}},
+                                           {"window", std::int64_t{window}},
+                                           {"window_clusters", std::int64_t{window_clusters}},
+                                           {"dense_layers", std::int64_t{1}},
+                                           {"seed", std::int64_t{seed}},
+                                           {"offload", true}};
   params[by_number ? "clusters" : "tokens_per_cluster"] = std::int64_t{by_number ? 11 : per_cluster};
   const int count = by_number ? 11 : (prompt - sinks) / per_cluster;
   OnText run(Role::policy, "clusterkv", params, tokens, prompt + steps, page);

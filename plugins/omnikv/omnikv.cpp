@@ -156,13 +156,12 @@ class OmniKv final : public kvlab::Policy, public kvlab::PreparesSteps {
 
 KVLAB_PLUGIN(kvlab::policy<OmniKv>("omnikv",
                                    "filter layers choose tokens of the prompt for the layers behind them, whose pages "
-                                   "come from the host (Hao et al. 2025)")
+                                   "may come from the host (Hao et al. 2025)")
                  .param("filter_layers", std::string("2,8,18"), "layers that choose, in order, from 0 on")
                  .param("wait_layers", 1, 0, kvlab::any, "layers behind a filter layer that attend to everything")
                  .param("score_by", ScoreBy::last,
                         "a token's score: the greatest logit of the step's query over all heads, or the greatest "
                         "share of attention")
-                 .component("shared_choice", "off = every layer that would take a choice makes its own")
-                 .component("offload",
-                            "pages of the layers that take a choice lie on the host but for those that a step reads; "
-                            "off = they stay on the device"))
+                 .param("offload", false,
+                        "pages of the layers that take a choice lie on the host but for those that a step reads")
+                 .component("shared_choice", "off = every layer that would take a choice makes its own"))

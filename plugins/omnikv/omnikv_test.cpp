@@ -65,7 +65,8 @@ TEST_CASE("omnikv reads on real text what a plain implementation reads") {
   OnText run(Role::policy, "omnikv",
              {{"filter_layers", std::string("1,4")},
               {"score_by", std::string(softmaxed ? "softmax_before_last" : "last")},
-              {"shared_choice", shared}},
+              {"shared_choice", shared},
+              {"offload", true}},
              tokens, prompt + steps, page);
   const std::vector<int> filter_of{-1, -1, -1, 1, -1, -1, 4, 4};
   REQUIRE(run.config().layers == static_cast<int>(filter_of.size()));

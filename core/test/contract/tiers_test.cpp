@@ -100,7 +100,10 @@ TEST_CASE("pages that hold none of the chosen tokens leave when device memory ru
   for (const Subject& s : about("policies that choose tokens of the prompt and place their pages",
                                 [](const Subject& s) { return s.label == "omnikv" || s.label == "clusterkv"; })) {
     CAPTURE(s.label);
-    const PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, 10);
+    PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, 10);
+    auto values = spec.policy->params.values();
+    values["offload"] = true;
+    spec.policy->params = Params(values);
     const auto play = [&](std::int64_t device_limit) {
       EngineOptions options;
       options.spill = Spill::pressure;

@@ -656,9 +656,7 @@ TEST_CASE("cuda engine: steps that read made-up tokens, and let tokens join them
 TEST_CASE("cuda engine: steps that place pages are replayed") {
   int known = 0;
   for (const test::Subject& s : test::subjects().list()) {
-    if (s.label != "freekv" && s.label != "flexicache" && s.label != "arkvale" && s.label != "infllm" &&
-        s.label != "omnikv")
-      continue;
+    if (s.label != "freekv" && s.label != "flexicache" && s.label != "arkvale" && s.label != "infllm") continue;
     CAPTURE(s.label);
     ++known;
     Pair p(test::with_budget(s.spec, BudgetAmount::tokens, 40));
@@ -675,7 +673,7 @@ TEST_CASE("cuda engine: steps that place pages are replayed") {
     CHECK(p.graphs.store().page_bytes(Tier::host) > 0);
     p.graphs.store().check_invariants();
   }
-  CHECK(known == 5);
+  CHECK(known == 4);
 }
 
 TEST_CASE("cuda engine: a host tier that fills up is out of memory, with graphs or without") {

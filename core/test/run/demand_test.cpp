@@ -75,11 +75,11 @@ TEST_CASE("a policy of two tiers says what it takes of each, no less and at most
 // Tokens of heads are ragged here, and what follows the prompt stays.
 TEST_CASE("policies whose tokens lie in many pages say what their prompts leave on each tier") {
   const auto model = tiny_model("llama-gqa3");
-  for (const std::string text :
-       {"shadowkv: {rank: 8, outliers: 2, local_chunks: 2, budget: {tokens: 64}}",
-        "heterocache: {budget: {ratio: 0.6}}", "omnikv: {filter_layers: '0', wait_layers: 0, budget: {tokens: 6}}",
-        "clusterkv: {sinks: 3, window: 8, window_clusters: 2, dense_layers: 0, "
-        "tokens_per_cluster: 5, budget: {tokens: 10}}"}) {
+  for (const std::string text : {"shadowkv: {rank: 8, outliers: 2, local_chunks: 2, budget: {tokens: 64}}",
+                                 "heterocache: {budget: {ratio: 0.6}}",
+                                 "omnikv: {filter_layers: '0', wait_layers: 0, offload: true, budget: {tokens: 6}}",
+                                 "clusterkv: {sinks: 3, window: 8, window_clusters: 2, dense_layers: 0, "
+                                 "tokens_per_cluster: 5, offload: true, budget: {tokens: 10}}"}) {
     CAPTURE(text);
     const PolicySpec spec = spec_of(text, text.starts_with("heterocache"));
     EngineOptions o;
