@@ -18,7 +18,8 @@ __global__ void causal_kernel(const std::int32_t* now, int kv_heads, int tokens,
 __global__ void pages_kernel(View<const std::int32_t, 3> index, View<std::int32_t, 2> count, PagedKv kv) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= kv.rows * kv.kv_heads) return;
-  const int row = i / kv.kv_heads, head = i % kv.kv_heads, pages = kv.pages(row, head);
+  const int row = i / kv.kv_heads, head = i % kv.kv_heads,
+            pages = (kv.length(kv.slots[row], head) + kv.page_size - 1) / kv.page_size;
   int low = 0, high = count(kv.rows, head);  // the first entry beyond the row's pages lies between them
   while (low < high) {
     const int middle = (low + high) / 2;
