@@ -146,9 +146,9 @@ class Edits {
   // the query head does not read the token. With a list of tokens it counts for the listed ones alone. It may be
   // scratch, and needs room for all tokens of a head. Token places are contiguous.
   void bias_logits(View<const float, 3> bias) { biases_.push_back(bias); }
-  // Only select() and ChoosesInPrompts::select_chunk may, once, and in RopeRegime::original; else Errc::plugin. No edit:
-  // this step's or this chunk's attention reads a token that lies further than `most` text positions before the query
-  // as if it lay there.
+  // Only select() and ChoosesInPrompts::select_chunk may, once, and in RopeRegime::original; else Errc::plugin. No
+  // edit: this step's or this chunk's attention reads a token that lies further than `most` text positions before the
+  // query as if it lay there.
   void clamp_distance(int most) { distances_.push_back(most); }
   void evict(const TokenList& tokens, Deadline when = {}) { push(Edit::evict, tokens, when); }
   void evict_rest(const TokenList& kept, Deadline when = {}) { push(Edit::evict_rest, kept, when); }
