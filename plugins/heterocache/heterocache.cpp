@@ -2,6 +2,7 @@
 // the others keep its best tokens. When a pivot's attention drifts, its satellites fetch other tokens from the host.
 // Shi et al. 2026.
 #include <kvlab/plugin.hpp>
+#include <kvlab/spread.hpp>
 #include <kvlab/tier_demand.hpp>
 
 #include <cmath>
@@ -45,6 +46,7 @@ class HeteroCache final : public kvlab::Policy {
         clusters_(p.get<bool>("clustering")),
         recalls_(p.get<bool>("retrieval") && clusters_),
         order_(p.get<RecallOrder>("recall_order")),
+        recall_steps_(p.get<int>("recall_steps")),
         rho_(p.get<double>("rho")),
         when_{p.get<bool>("asynchrony") ? kvlab::Deadline::next_attention : kvlab::Deadline::next_step} {
     if (kernel_ % 2 == 0)
@@ -90,8 +92,8 @@ class HeteroCache final : public kvlab::Policy {
     page_ = shape.page_size, budget_ = kvlab::TierDemand(shape, amount, 0);
     if (!clusters_) role_.assign(heads, anchor), pivot_of_.assign(heads, -1);
     if (!allocates_) stable_.assign(heads, 1);
-    std::vector<std::int32_t> leader(heads, -1), widest(heads), of_logits(heads, -1);
-    std::vector<std::int32_t> pivots(static_cast<std::size_t>(shape.layers));
+    std::vector<std::int32_t> leader(heads, -1), widest(heads), of_logits(heads, -1), turn(heads);
+    std::vector<std::int32_t> pivots(static_cast<std::size_t>(shape.layers)), satellites(pivots);
     std::vector<std::uint8_t> no_satellite;
     weights_.clear(), follows_.assign(static_cast<std::size_t>(shape.layers), false);
     for (std::size_t i = 0; i < heads; ++i) {
@@ -103,6 +105,7 @@ class HeteroCache final : public kvlab::Policy {
       if (role_[i] == pivot) leader[i] = widest[i], of_logits[i] = pivots[i / heads_of_layer_]++;
       if (role_[i] != satellite) continue;
       leader[i] = static_cast<std::int32_t>(pivot_of_[i]), follows_[i / heads_of_layer_] = true;
+      turn[i] = satellites[i / heads_of_layer_]++;
       for (std::size_t h = 0; h < heads_of_layer_; ++h)  // of a cluster, the least stable one keeps most
         if (role_[first + h] == satellite && pivot_of_[first + h] == pivot_of_[i] &&
             stable_[first + h] < stable_[first + static_cast<std::size_t>(widest[i])])
@@ -116,6 +119,9 @@ class HeteroCache final : public kvlab::Policy {
     widest_ = kvlab::HeadOfHead("widest of the cluster", shape, widest, w);
     no_satellite_ = kvlab::HeadClass("other than satellites", shape, no_satellite, w);
     of_logits_ = kvlab::HeadOfHead("pivots in order", shape, of_logits, w);
+    turn_ = kvlab::HeadOfHead("satellites in order", shape, turn, w);
+    waits_ = kvlab::KeptFlags("waits", shape, w);
+    due_ = kvlab::KeptFlags("due", shape, w);
     logits_.clear();
     for (const std::int64_t count : pivots) {
       const std::int64_t numbers = count * shape.max_slots * shape.max_tokens * shape.group();
@@ -154,6 +160,7 @@ class HeteroCache final : public kvlab::Policy {
                              s);
       kvlab::ops::lengths(kv.pages, prompt_.of_row(kv), s);
       kvlab::ops::forget_overlaps(kv.pages, watch(kv), s);
+      kvlab::ops::forget_waiting(kv.pages, waits_.of(kv), s);
       edits.archive(Heads{}.except(no_satellite_.of(kv)));
     }
     edits.evict_rest(stay);
@@ -169,24 +176,30 @@ class HeteroCache final : public kvlab::Policy {
     kvlab::PagedKv prompt = step.pages;  // pivots keep it in text order
     prompt.length = prompt_.of(step);
     const Scores scores = step.kv_head_scores("scores");
-    kvlab::ops::drifted_by_logits(prompt, logits(step), {.kernel = kernel_}, scores, best_.of(step),
-                                  {.threshold = threshold_,
-                                   .window = window_,
-                                   .period = period_,
-                                   .lead = 1 + stagger_ * step.layer,
-                                   .steps = step.steps},
-                                  leader_.of(step), watch(step), drifted_.of(step), s);
+    kvlab::ops::drifted_by_logits(
+        prompt, logits(step), {.kernel = kernel_}, scores, best_.of(step),
+        {.threshold = threshold_, .window = window_, .period = period_, .lead = lead(step), .steps = step.steps},
+        leader_.of(step), watch(step), drifted_.of(step), s);
     const Heads drifted = Heads::flagged(drifted_.of(step));
     kvlab::ops::top_tokens(prompt, scores,
                            {.heads = drifted,
                             .by = leader_.of(step),
                             .among = order_ == RecallOrder::position ? widest_.of(step) : nullptr},
                            best_.of(step), s);
-    edits.fetch(best_.of(step), {.heads = drifted.except(no_satellite_.of(step)), .when = when_});
+    kvlab::HeadFlags due = drifted_.of(step);
+    if (recall_steps_ > 1) {
+      due = due_.of(step);
+      kvlab::ops::spread_heads(
+          prompt, drifted_.of(step),
+          {.steps = recall_steps_, .lead = lead(step), .places = turn_.of(step), .counts = step.steps}, waits_.of(step),
+          due, s);
+    }
+    edits.fetch(best_.of(step), {.heads = Heads::flagged(due).except(no_satellite_.of(step)), .when = when_});
   }
 
  private:
   bool watches(const kvlab::LayerKv& kv) const { return recalls_ && follows_[static_cast<std::size_t>(kv.layer)]; }
+  int lead(const kvlab::LayerKv& kv) const { return 1 + stagger_ * kv.layer; }
   kvlab::ops::DriftWatch watch(const kvlab::LayerKv& kv) const { return {missed_.of(kv), rests_.of(kv)}; }
   kvlab::HeadLogits logits(const kvlab::LayerKv& kv) const {
     return {logits_[static_cast<std::size_t>(kv.layer)], of_logits_.of(kv), Heads::flagged(rests_.of(kv), false)};
@@ -203,6 +216,7 @@ class HeteroCache final : public kvlab::Policy {
   double least_;
   bool fill_, allocates_, clusters_, recalls_;
   RecallOrder order_;
+  int recall_steps_;
   double rho_;
   kvlab::Deadline when_;
   kvlab::BudgetAmount::Kind kind_ = kvlab::BudgetAmount::unlimited;
@@ -212,14 +226,14 @@ class HeteroCache final : public kvlab::Policy {
   std::size_t heads_of_layer_ = 0, full_ = 0;
   int page_ = 1;
   kvlab::TierDemand budget_;
-  kvlab::HeadOfHead leader_, widest_, of_logits_;
+  kvlab::HeadOfHead leader_, widest_, of_logits_, turn_;
   kvlab::HeadClass no_satellite_;
   std::vector<kvlab::View<float, 4>> logits_;  // [layer] of its pivots' queries in this step
   kvlab::KeptSeries missed_;
   kvlab::KeptFlags rests_;
   kvlab::KeptOfHeads<std::int32_t> prompt_;
   kvlab::KeptTokens best_;  // a pivot's base set, and what a satellite holds
-  kvlab::KeptFlags drifted_;
+  kvlab::KeptFlags drifted_, waits_, due_;
 };
 
 }  // namespace
@@ -236,6 +250,7 @@ KVLAB_PLUGIN(
         .param("least_stability", 0.05, 1e-6, 1, "lower stabilities count as this in the division")
         .param("fill", true, "what a head cannot keep goes to the others; false: it is lost, as in the released code")
         .param("recall_order", RecallOrder::score, "a satellite fetches its own best, or as the released code does")
+        .param("recall_steps", 1, 1, 64, "steps over which the satellites of a layer fetch, in turn")
         .component("allocation", "shares by stability; off = all compressed heads keep as many tokens")
         .component("clustering", "roles of the profile; off = every head is an anchor, and none recalls")
         .component("retrieval", "satellites fetch from the host; off = they keep the prompt's choice")

@@ -1,6 +1,8 @@
 // Hand vectors of HeteroCache's division, drift test and recall, and runs on real text beside a plain implementation.
 #include <kvlab/error.hpp>
 
+#include <map>
+
 #include "division.hpp"
 #include "support/on_text.hpp"
 
@@ -223,19 +225,23 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
     int window, every;
     const char* order;
     bool retrieval, asynchrony, stagger;
+    int recall_steps = 1;
   };
-  const auto x = GENERATE(Setting{.5, 5, 5, "score", true, true, true}, Setting{.97, 5, 5, "score", true, false, false},
-                          Setting{.97, 5, 5, "position", true, true, true},
-                          Setting{.97, 5, 5, "score", true, true, true}, Setting{.95, 4, 1, "score", true, true, true},
-                          Setting{1, 3, 2, "score", false, true, true}, Setting{0, 2, 2, "score", true, true, false});
-  CAPTURE(x.threshold, x.window, x.every, x.order, x.retrieval);
+  const auto x =
+      GENERATE(Setting{.5, 5, 5, "score", true, true, true}, Setting{.97, 5, 5, "score", true, false, false},
+               Setting{.97, 5, 5, "position", true, true, true}, Setting{.97, 5, 5, "score", true, true, true},
+               Setting{.95, 4, 1, "score", true, true, true}, Setting{1, 3, 2, "score", false, true, true},
+               Setting{0, 2, 2, "score", true, true, false}, Setting{.97, 5, 5, "score", true, true, true, 4},
+               Setting{.97, 3, 2, "score", true, false, false, 7});
+  CAPTURE(x.threshold, x.window, x.every, x.order, x.retrieval, x.recall_steps);
   const ParamMap params{{"threshold", x.threshold},
                         {"window", std::int64_t{x.window}},
                         {"check_every", std::int64_t{x.every}},
                         {"recall_order", std::string(x.order)},
                         {"retrieval", x.retrieval},
                         {"asynchrony", x.asynchrony},
-                        {"stagger", x.stagger}};
+                        {"stagger", x.stagger},
+                        {"recall_steps", std::int64_t{x.recall_steps}}};
   constexpr int budget = 120;
   OnText run(Role::policy, "heterocache", params, budget, prompt + steps, page, roles);
   const int layers = run.config().layers, heads = run.config().kv_heads;
@@ -258,7 +264,8 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
       held.push_back(best_of(run, layer, head, prompt - 1, tokens[at(layer, head)]));
     bases[static_cast<std::size_t>(layer)] = best_of(run, layer, 0, prompt - 1, base);
   }
-  int drifts = 0, checks = 0;
+  int drifts = 0, checks = 0, waited = 0;
+  std::map<std::size_t, std::vector<int>> waits;  // what satellites fetch when they have their turn
   // [layer] overlaps with the base sets of their steps; those before a drift, and before the first step, count as 1.
   std::vector<std::vector<double>> overlaps_of(bases.size());
   const auto check = [&](int position) {
@@ -294,15 +301,23 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
       own = best_of(run, layer, 0, position, base);
       const int most = std::max(tokens[at(layer, 1)], tokens[at(layer, 2)]);
       for (const int head : {1, 2}) {
-        auto& of = held[at(layer, head)];
+        auto& of = waits[at(layer, head)];
         const int count = tokens[at(layer, head)];
         of = best_of(run, layer, 0, position, x.order == std::string("score") ? count : most);
         of.resize(static_cast<std::size_t>(count));
       }
     }
+    for (auto it = waits.begin(); it != waits.end();) {
+      const int layer = static_cast<int>(it->first) / heads, satellite = static_cast<int>(it->first) % heads - 1;
+      const bool turn = (step + 1 + (x.stagger ? layer : 0) + satellite) % x.recall_steps == 0;
+      waited += !turn;
+      if (turn) held[it->first] = it->second;
+      it = turn ? waits.erase(it) : std::next(it);
+    }
     check(position);
   }
   if (x.threshold > .5 && x.retrieval) CHECK((drifts > 0 && checks > 0));
+  CHECK((waited > 0) == (x.recall_steps > 1));
   if (x.threshold == 0 || !x.retrieval) CHECK(drifts == 0);
 }
 
