@@ -132,8 +132,10 @@ struct AppendFixture {
     a.table = View<PageEntry, 3>::dense(place.put(table), {s.rows, s.kv_heads, s.max_pages});
     a.length = View<std::int32_t, 2>::dense(place.put(length), {s.rows, s.kv_heads});
     a.slots = place.put(slots);
-    a.error = place.put(std::vector<std::int32_t>{0, static_cast<std::int32_t>(free.size())});
-    a.pool = {place.put(free), a.error + 1};
+    // The list starts at its last place.
+    const auto frames = static_cast<std::int32_t>(free.size()), taken = std::max(0, frames - 1);
+    a.error = place.put(std::vector<std::int32_t>{0, taken, taken + frames});
+    a.pool = {place.put(free), a.error + 1, a.error + 2, frames};
     a.summary = s.summary;
     a.summary_bits = s.summary_bits;
     a.bounds_hold = s.bounds_hold;
@@ -168,8 +170,8 @@ struct Appended {
     table = get(a.table.data, f.table.size());
     length = get(a.length.data, f.length.size());
     marks = get(a.nonfinite, static_cast<std::size_t>(f.s.rows));
-    const auto counts = get(a.error, 2);
-    error = counts[0], left = counts[1];
+    const auto counts = get(a.error, 3);
+    error = counts[0], left = counts[2] - counts[1];
     if (a.pages) {
       summaries = get(a.summaries.data, f.summaries.size());
       pages = get(a.pages, 1)[0];

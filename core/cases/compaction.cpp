@@ -25,11 +25,12 @@ enum class By {
 struct Compaction {
   By by;
   int rows, kv_heads, tokens;  // rows: sequences of all layers
+  bool ragged = false;         // heads of any length, of which some stay as they are and some keep nothing
   int heads() const { return rows * kv_heads; }
   int pages() const { return (tokens + page_size - 1) / page_size; }
 };
 
-// A third of the tokens is high, a third low, a third leaves.
+// A third of the tokens is high, a third low, a third leaves. The circular lists of free frames start at their ends.
 class CompactionScene final : public Scene {
  public:
   CompactionScene(Place& place, const Compaction& of)
@@ -45,17 +46,28 @@ class CompactionScene final : public Scene {
     std::mt19937 rng(1);
     constexpr std::uint8_t kinds[] = {0, 1, level_gone};
     for (std::uint8_t& level : levels_) level = kinds[rng() % 3];
+    for (int i = 0; of.ragged && i < of.heads(); ++i) {
+      const auto kind = rng() % 8;
+      lengths_[n(i)] = static_cast<std::int32_t>(rng() % n(of.tokens + 1));
+      lower_[n(i)] = lengths_[n(i)] / page_size * static_cast<int>(rng() % 3) / 2;
+      std::uint8_t* level = levels_.data() + std::int64_t{i} * of.tokens;
+      const int low = lower_[n(i)] * page_size;
+      if (kind == 0) std::fill_n(std::fill_n(level, low, std::uint8_t{1}), of.tokens - low, std::uint8_t{0});
+      if (kind == 1) std::fill_n(level, of.tokens, level_gone);
+      if (kind == 2) std::fill_n(level, of.tokens, std::uint8_t{1});
+    }
     for (int r = 0; r < of.rows; ++r) slots_[n(r)] = r;
     const auto frames = static_cast<std::int32_t>(fresh_.size());
     for (const CudaPool pool : {device_pool, lower_pool}) {
       for (std::int32_t i = 0; i < frames; ++i) free_[pool].push_back(frames - 1 - i);
-      counters_.free[pool] = counters_.frames[pool] = frames;
+      counters_.taken[pool] = frames - 1;
+      counters_.frames[pool] = frames, counters_.given[pool] = counters_.taken[pool] + frames;
     }
     here_.layout = ops::make_layout(DType::bf16, {{8}, {4}}, page_size, 128, 0);
     here_.kv_heads = of.kv_heads, here_.pages = of.pages();
     here_.length = lengths_.data(), here_.lower_pages = lower_.data();
     for (const CudaPool pool : {device_pool, lower_pool})
-      here_.pool[pool] = {free_[pool].data(), &own_counters_.free[pool]};
+      here_.pool[pool] = {free_[pool].data(), &own_counters_.taken[pool], &own_counters_.given[pool], frames};
     here_.counters = &own_counters_;
     here_edit_.slots = slots_.data(), here_edit_.rows = of.rows, here_edit_.most = of.tokens;
     here_edit_.levels = View<const std::uint8_t, 3>::dense(levels_.data(), {of.rows, of.kv_heads, of.tokens});
@@ -65,7 +77,8 @@ class CompactionScene final : public Scene {
     there_.length = place.put(lengths_), there_.lower_pages = place.put(lower_);
     there_.counters = place.put(&counters_, 1);
     for (const CudaPool pool : {device_pool, lower_pool})
-      there_.pool[pool] = {place.put(free_[pool]), &there_.counters->free[pool]};
+      there_.pool[pool] = {place.put(free_[pool]), &there_.counters->taken[pool], &there_.counters->given[pool],
+                           frames};
     there_edit_.slots = place.put(slots_);
     there_edit_.levels = place.put(here_edit_.levels);
     there_edit_.order = place.put(order_), there_edit_.fresh = place.put(fresh_), there_edit_.plans = place.put(plans_);
@@ -109,8 +122,8 @@ class CompactionScene final : public Scene {
       const CudaStoreLevels::Plan& plan = plans_[n(of)];
       const std::int32_t* order = order_.data() + std::int64_t{of} * of_.tokens;
       const int kept = static_cast<int>(wanted.size()), low = low_of(of);
-      if (low == 0 && kept == of_.tokens)  // all stays as it is
-        equal = equal && plan.kept == -1;
+      if (kept == lengths_[n(of)] && low == lower_[n(of)] * page_size && std::is_sorted(wanted.begin(), wanted.end()))
+        equal = equal && plan.kept == -1;  // all stays as it is
       else
         equal = equal && plan.kept == kept && plan.low == low && std::equal(wanted.begin(), wanted.end(), order);
       for (int page = 0; page * page_size < plan.kept; ++page) {
@@ -124,7 +137,7 @@ class CompactionScene final : public Scene {
     check.that("pages have their codecs and tokens, and no frame is taken twice", pages_are);
     for (const CudaPool pool : {device_pool, lower_pool}) {
       const auto used = std::count(taken[pool].begin(), taken[pool].end(), 1);
-      check.that("the pool lacks what is taken", own_counters_.free[pool] == counters_.free[pool] - used);
+      check.that("the pool lacks what is taken", own_counters_.free(pool) == counters_.free(pool) - used);
     }
   }
 
@@ -136,13 +149,13 @@ class CompactionScene final : public Scene {
   }
   int low_of(int of) const {
     const auto begin = levels_.begin() + std::int64_t{of} * of_.tokens;
-    return static_cast<int>(std::count(begin, begin + of_.tokens, std::uint8_t{1})) / page_size * page_size;
+    return static_cast<int>(std::count(begin, begin + lengths_[n(of)], std::uint8_t{1})) / page_size * page_size;
   }
   Ints plain_order(int of) const {
     const std::uint8_t* level = levels_.data() + std::int64_t{of} * of_.tokens;
     Ints low, rest;
     const int most = low_of(of);
-    for (int t = 0; t < of_.tokens; ++t)
+    for (int t = 0; t < lengths_[n(of)]; ++t)
       if (level[t] == 1 && static_cast<int>(low.size()) < most)
         low.push_back(t);
       else if (level[t] != level_gone)
@@ -177,8 +190,13 @@ Case compaction(const Compaction& of, const std::string& shape) {
 std::vector<Case> list() {
   std::vector<Case> v;
   for (const By by : {By::device, By::host, By::crossing}) {
-    for (const int tokens : {1, 200, 333})
+    for (const int tokens : {1, 200, 333}) {
       v.push_back(compaction({by, 5, 3, tokens}, fmt::format("store_as, 15 heads of {} tokens", tokens)));
+      v.push_back(compaction({by, 13, 3, tokens, true}, fmt::format("store_as, 39 heads of up to {} tokens", tokens)));
+    }
+    // Heads that the warps of a block share.
+    for (const int tokens : {5000, 9333})
+      v.push_back(compaction({by, 3, 5, tokens, true}, fmt::format("store_as, 15 heads of up to {} tokens", tokens)));
     // As LeanKV's paper plans: 128 sequences of 1K tokens, here of all 32 layers of Llama-3.1-8B.
     v.push_back(compaction({by, 32 * 128, 8, 1024}, "store_as, 32 layers, 128 x 8 heads of 1024"));
     v.back().timed_cuda = true;

@@ -141,7 +141,7 @@ void CudaStore::grow(CudaPool pool, std::int64_t frames) {
   only_on_cuda<cuda_store::grant>(layer(0), pool, e, stream_);
   synchronize(stream_);
   capacity_[pool] += taken * each;
-  known_.free[pool] += static_cast<std::int32_t>(taken * each);
+  known_.given[pool] += static_cast<std::int32_t>(taken * each);
   known_.frames[pool] += static_cast<std::int32_t>(taken * each);
   free_bound_[pool] += taken * each;
 }

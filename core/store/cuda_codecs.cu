@@ -1,5 +1,5 @@
 // Tokens of a device with two codecs by their levels, and extents of frames. Pages of the second codec come first in a
-// head's table. No kernel here takes frames of a pool and also gives some back.
+// head's table.
 #include <algorithm>
 
 #include "base/cuda.cuh"
@@ -35,65 +35,153 @@ __device__ BlockSums sum_block(int own) {
   return out;
 }
 
-// Takes frames for pages [first, end) of a head. The whole block calls it.
-__device__ bool take_pages(const CudaStoreLayer& s, PageEntry* fresh, int first, int end, int kept, int codec) {
-  __shared__ int left;
-  const ops::FramePool& pool = s.pool[pool_of(0, codec)];
-  const int count = end - first, p = s.layout.page_size;
-  __syncthreads();
-  if (threadIdx.x == 0) left = take_frames(s, pool_of(0, codec), count);
-  __syncthreads();
-  if (left < 0) return false;
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += threads) {
-    PageEntry e;
-    e.frame = pool.free[left - 1 - i];
-    e.tokens = static_cast<std::uint16_t>(min(p, kept - (first + i) * p));
-    e.codec = static_cast<std::uint8_t>(codec);
-    fresh[first + i] = e;
+// A lane's tokens of a head, a bit each.
+constexpr int lane_tokens = 16, warp_tokens = 32 * lane_tokens;
+struct LaneLevels {
+  unsigned low = 0, high = 0;  // tokens for the second codec, and others that stay
+  bool bad = false;
+};
+
+__device__ LaneLevels levels_of_lane(const std::uint8_t* level, int first, int n) {
+  unsigned word[lane_tokens / 4] = {};
+  const std::uint8_t* from = level + first;
+  if (first + lane_tokens <= n && reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
+    const uint4 x = *reinterpret_cast<const uint4*>(from);
+    word[0] = x.x, word[1] = x.y, word[2] = x.z, word[3] = x.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < lane_tokens; ++i) word[i / 4] |= unsigned{first + i < n ? from[i] : level_gone} << 8 * (i % 4);
   }
-  return true;
+  constexpr unsigned bytes = 0x01010101u;
+  const auto gathered = [](unsigned x) { return x * 0x01020408u >> 24 & 15u; };  // the lowest bit of each byte
+  LaneLevels out;
+#pragma unroll
+  for (int i = 0; i < lane_tokens / 4; ++i) {
+    const unsigned gone = word[i] >> 7 & bytes, low = word[i] & bytes & ~gone;
+    out.bad = out.bad || word[i] != (low | gone * level_gone);
+    out.low |= gathered(low) << 4 * i;
+    out.high |= gathered(bytes & ~(low | gone)) << 4 * i;
+  }
+  return out;
 }
 
-// Writes the order of a head's tokens by their places to come, and takes frames for them.
+// Writes the order of heads' tokens by their places to come, and takes frames for them. `Warps` warps have a head, one
+// part each. Sums over a warp's lanes, a head's warps and a block's heads say where tokens go and which frames pages
+// take. So a block asks each pool once.
+template <int Warps>
 __global__ void __launch_bounds__(threads)
     levels_plan_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreLevels a) {
-  const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
-  const int mine = static_cast<int>(threadIdx.x), pages = (a.most + p - 1) / p;
+  constexpr int heads = warps / Warps;
+  struct Part {
+    int low, high;
+    bool bad, moves;
+  };
+  __shared__ std::int32_t places[warps][warp_tokens];
+  __shared__ Part parts[warps];
+  __shared__ int pages_of[heads][2], first_of[heads][2];
+  const int mine = static_cast<int>(threadIdx.x), warp = mine / 32, lane = mine % 32, team = warp / Warps,
+            part = warp % Warps, p = s.layout.page_size;
+  const int all = a.rows * s.kv_heads, wanted = static_cast<int>(blockIdx.x) * heads + team, of = min(wanted, all - 1);
+  const int row = of / s.kv_heads, head = of % s.kv_heads;
   const Head h = head_of(s, a.slots[row], head);
-  const int n = *h.length, codecs = h.lower_pages ? 2 : 1;
-  CudaStoreLevels::Plan plan;
-  std::int32_t* order = a.order + std::int64_t{blockIdx.x} * a.most;
-  const auto level = [&](int t) { return t < n ? a.levels(row, head, t) : level_gone; };
-  bool bad = n > a.levels.extent[2] || n > a.most;
-  int lower = 0;
-  for (int t = mine; !bad && t < n; t += threads) {
-    bad = level(t) != level_gone && level(t) >= codecs;
-    lower += level(t) == 1;
+  int n = wanted < all ? *h.length : 0;
+  const bool too_long = n > a.levels.extent[2] || n > a.most;
+  if (too_long) n = 0;
+  const std::uint8_t* level = n > 0 ? &a.levels(row, head, 0) : nullptr;
+  const int span = (n + Warps * warp_tokens - 1) / (Warps * warp_tokens) * warp_tokens, begin = min(n, part * span),
+            end = min(n, begin + span);
+  Part own = {0, 0, too_long, false};
+  for (int t = begin + lane * lane_tokens; t < end; t += warp_tokens) {
+    const LaneLevels x = levels_of_lane(level, t, n);
+    own.low += __popc(x.low), own.high += __popc(x.high);
+    own.bad = own.bad || x.bad || (x.low && !h.lower_pages);
   }
-  if (__syncthreads_or(bad)) {
-    if (mine == 0) fail(s, store_bad_list), a.plans[blockIdx.x] = plan;
+  own.low = cuda::sum_of_lanes(own.low), own.high = cuda::sum_of_lanes(own.high);
+  own.bad = __any_sync(~0u, own.bad);
+  if (lane == 0) parts[warp] = own;
+  __syncthreads();
+  Part before = {}, sum = {};
+#pragma unroll
+  for (int w = 0; w < Warps; ++w) {
+    const Part& x = parts[team * Warps + w];
+    if (w < part) before.low += x.low, before.high += x.high;
+    sum.low += x.low, sum.high += x.high, sum.bad = sum.bad || x.bad;
+  }
+  CudaStoreLevels::Plan plan;
+  plan.low = sum.low / p * p, plan.kept = sum.low + sum.high;
+  std::int32_t* order = a.order + std::int64_t{of} * a.most;
+  bool same = plan.kept == n && plan.low == (h.lower_pages ? *h.lower_pages * p : 0);
+  int lows = before.low, others = before.high + max(0, before.low - plan.low);
+  for (int chunk = begin; !sum.bad && chunk < end; chunk += warp_tokens) {
+    const int t = chunk + lane * lane_tokens;
+    LaneLevels x = levels_of_lane(level, t, n);
+    const int low = __popc(x.low), low_through = cuda::sum_through_lane(low), rank = lows + low_through - low;
+    if (rank + low > plan.low) {  // low tokens that fill no page stay in the first codec
+      unsigned rest = x.low;
+      for (int i = rank; i < plan.low; ++i) rest &= rest - 1;
+      x.low ^= rest, x.high |= rest;
+    }
+    const int high = __popc(x.high), high_through = cuda::sum_through_lane(high);
+    const int all_low = __shfl_sync(~0u, low_through, 31), all_high = __shfl_sync(~0u, high_through, 31),
+              low_here = min(all_low, max(0, plan.low - lows));
+    int low_at = rank - lows, high_at = low_here + high_through - high;
+    if (x.low) {
+      const int skipped = __ffs(static_cast<int>(x.low)) - 1;
+      const unsigned run = x.low >> skipped;
+      same = same && t + skipped == rank && (run & (run + 1)) == 0;
+    }
+#pragma unroll
+    for (int i = 0; i < lane_tokens; ++i)
+      if (x.low >> i & 1)
+        places[warp][low_at++] = t + i;
+      else if (x.high >> i & 1)
+        places[warp][high_at++] = t + i;
+    __syncwarp();
+    for (int i = lane; i < low_here + all_high; i += 32)
+      order[i < low_here ? lows + i : plan.low + others + i - low_here] = places[warp][i];
+    __syncwarp();
+    lows += all_low, others += all_high;
+  }
+  const bool moves = __any_sync(~0u, !same);
+  __syncthreads();  // all have read the parts
+  if (lane == 0) parts[warp].moves = moves && !sum.bad;
+  __syncthreads();
+  bool changes = false;
+#pragma unroll
+  for (int w = 0; w < Warps; ++w) changes = changes || parts[team * Warps + w].moves;
+  const int low_pages = changes ? plan.low / p : 0, pages = changes ? (plan.kept + p - 1) / p : 0;
+  if (part == 0 && lane == 0) pages_of[team][0] = low_pages, pages_of[team][1] = pages - low_pages;
+  __syncthreads();
+  if (mine < 2) {
+    int count = 0;
+    for (int i = 0; i < heads; ++i) {
+      first_of[i][mine] = count;
+      count += pages_of[i][mine];
+    }
+    const int first = count > 0 ? take_frames(s, pool_of(0, mine == 0), count) : 0;
+    for (int i = 0; i < heads; ++i)
+      first_of[i][mine] = first < 0 && pages_of[i][mine] > 0 ? -1 : first_of[i][mine] + first;
+  }
+  __syncthreads();
+  if (wanted >= all) return;
+  const int low_first = first_of[team][0], high_first = first_of[team][1];
+  if (!changes || low_first < 0 || high_first < 0) {
+    if (part == 0 && lane == 0) {
+      if (sum.bad) fail(s, store_bad_list);
+      a.plans[of] = {};
+    }
     return;
   }
-  plan.low = sum_block(lower).all / p * p;
-  int lows = 0, others = 0;
-  bool same = true;
-  for (int begin = 0; begin < n; begin += threads) {
-    const int t = begin + mine, own = level(t);
-    const BlockSums low = sum_block(own == 1);
-    const bool is_low = own == 1 && lows + low.before < plan.low, stays = !is_low && own != level_gone;
-    const BlockSums other = sum_block(stays);
-    const int to = is_low ? lows + low.before : plan.low + others + other.before;
-    if (is_low || stays) order[to] = t;
-    same = same && (t >= n || ((is_low || stays) && to == t));
-    lows += low.all, others += other.all;
+  PageEntry* fresh = a.fresh + std::int64_t{of} * ((a.most + p - 1) / p);
+  for (int page = part * 32 + lane; page < pages; page += 32 * Warps) {
+    const bool lower = page < low_pages;
+    PageEntry e;
+    e.frame = lower ? s.pool[lower_pool].at(low_first + page) : s.pool[device_pool].at(high_first + page - low_pages);
+    e.tokens = static_cast<std::uint16_t>(min(p, plan.kept - page * p));
+    e.codec = lower;
+    fresh[page] = e;
   }
-  plan.kept = plan.low + others;
-  same = same && plan.low == (h.lower_pages ? *h.lower_pages * p : 0);
-  PageEntry* fresh = a.fresh + std::int64_t{blockIdx.x} * pages;
-  if (!__syncthreads_or(!same) || !take_pages(s, fresh, 0, plan.low / p, plan.kept, 1) ||
-      !take_pages(s, fresh, plan.low / p, (plan.kept + p - 1) / p, plan.kept, 0))
-    plan.kept = -1;
-  if (mine == 0) a.plans[blockIdx.x] = plan;
+  if (part == 0 && lane == 0) a.plans[of] = plan;
 }
 
 // Grid [part, head of a row]. A warp copies a token.
@@ -120,14 +208,21 @@ __global__ void __launch_bounds__(threads)
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
   const int mine = static_cast<int>(threadIdx.x);
   const CudaStoreLevels::Plan plan = a.plans[blockIdx.x];
+  __shared__ int at;
   if (plan.kept < 0) return;
   const Head h = head_of(s, a.slots[row], head);
   const int before = (*h.length + p - 1) / p, after = (plan.kept + p - 1) / p;
   const PageEntry* fresh = a.fresh + std::int64_t{blockIdx.x} * ((a.most + p - 1) / p);
-  for (int page = mine; page < before; page += threads) {
-    for (int tier = 0; tier < 2; ++tier) give_back(s, tier, h.table[tier][page]);
-    if (page < after) h.table[0][page] = fresh[page];
+  if (s.base[1]) {
+    for (int page = mine; page < before; page += threads)
+      for (int tier = 0; tier < 2; ++tier) give_back(s, tier, h.table[tier][page]);
+  } else {
+    const int lower = h.lower_pages ? *h.lower_pages : 0;
+    give_all_back(s, lower_pool, h.table[0], lower, at);
+    give_all_back(s, device_pool, h.table[0] + lower, before - lower, at);
   }
+  __syncthreads();
+  for (int page = mine; page < before; page += threads) h.table[0][page] = page < after ? fresh[page] : PageEntry{};
   __syncthreads();
   if (mine == 0) {
     *h.length = plan.kept;
@@ -143,58 +238,64 @@ __global__ void __launch_bounds__(threads)
 
 __global__ void __launch_bounds__(threads)
     grant_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool, const __grid_constant__ CudaExtents e) {
-  const int fresh = e.count * e.each, at = *s.pool[pool].free_count;
+  const int fresh = e.count * e.each, at = *s.pool[pool].given;
   __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < fresh; i += threads) {
-    // A pool gives its last frames first: those of the first extents.
-    const int from = fresh - 1 - i, extent = e.extents[from / e.each];
-    s.pool[pool].free[at + i] = static_cast<std::int32_t>(extent * (e.bytes / granule_bytes)) + from % e.each * e.step;
-  }
+  for (int i = static_cast<int>(threadIdx.x); i < fresh; i += threads)
+    s.pool[pool].at(at + i) =
+        static_cast<std::int32_t>(e.extents[i / e.each] * (e.bytes / granule_bytes)) + i % e.each * e.step;
   __syncthreads();
-  if (threadIdx.x == 0) *s.pool[pool].free_count = at + fresh, s.counters->frames[pool] += fresh;
+  if (threadIdx.x == 0) *s.pool[pool].given = at + fresh, s.counters->frames[pool] += fresh;
 }
 
-// Calls f(i) for the places of a list, over the whole grid.
+// Calls f(i) for 0 <= i < count, over the whole grid.
 template <class F>
 __device__ void for_places(int count, const F& f) {
   for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < count;
        i += static_cast<int>(gridDim.x * blockDim.x))
     f(i);
 }
+// Calls f(frame) for the free frames of a pool, over the whole grid.
+template <class F>
+__device__ void for_free(const ops::FramePool& p, const F& f) {
+  const int first = *p.taken;
+  for_places(*p.given - first, [&](int i) { f(p.at(first + i)); });
+}
 
 __global__ void count_free_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool,
                                   const __grid_constant__ CudaExtents e) {
-  const ops::FramePool& p = s.pool[pool];
-  for_places(*p.free_count, [&](int i) { atomicAdd(&e.free[e.extent_of(p.free[i])], 1); });
+  for_free(s.pool[pool], [&](std::int32_t frame) { atomicAdd(&e.free[e.extent_of(frame)], 1); });
 }
 
 // Copies the frames that stay to a list of their own.
 __global__ void take_out_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool,
                                 const __grid_constant__ CudaExtents e) {
-  const ops::FramePool& p = s.pool[pool];
-  for_places(*p.free_count, [&](int i) {
-    if (e.free[e.extent_of(p.free[i])] < e.each) e.list[atomicAdd(e.list_count, 1)] = p.free[i];
+  for_free(s.pool[pool], [&](std::int32_t frame) {
+    if (e.free[e.extent_of(frame)] < e.each) e.list[atomicAdd(e.list_count, 1)] = frame;
   });
 }
 
 __global__ void put_back_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool,
                                 const __grid_constant__ CudaExtents e) {
-  for_places(*e.list_count, [&](int i) { s.pool[pool].free[i] = e.list[i]; });
+  const ops::FramePool& p = s.pool[pool];
+  const int first = *p.taken;
+  for_places(*e.list_count, [&](int i) { p.at(first + i) = e.list[i]; });
 }
 
 __global__ void shrink_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool,
                               const __grid_constant__ CudaExtents e) {
-  s.counters->frames[pool] -= *s.pool[pool].free_count - *e.list_count;
-  *s.pool[pool].free_count = *e.list_count;
+  const ops::FramePool& p = s.pool[pool];
+  const int given = *p.taken + *e.list_count;
+  s.counters->frames[pool] -= *p.given - given;
+  *p.given = given;
 }
 
-// Writes where the frames of each extent begin in the arranged list: those of the last extents come first.
+// Writes where the frames of each extent begin in the arranged list: those of the first extents come first.
 __global__ void __launch_bounds__(threads) arrange_plan_kernel(const __grid_constant__ CudaExtents e) {
   int before = 0;
   for (int from = 0; from < e.count; from += threads) {
-    const int extent = e.count - 1 - from - static_cast<int>(threadIdx.x);
-    const BlockSums sums = sum_block(extent >= 0 ? e.free[extent] : 0);
-    if (extent >= 0) e.begin[extent] = before + sums.before;
+    const int extent = from + static_cast<int>(threadIdx.x);
+    const BlockSums sums = sum_block(extent < e.count ? e.free[extent] : 0);
+    if (extent < e.count) e.begin[extent] = before + sums.before;
     before += sums.all;
   }
   if (threadIdx.x == 0) *e.list_count = before;
@@ -202,8 +303,7 @@ __global__ void __launch_bounds__(threads) arrange_plan_kernel(const __grid_cons
 
 __global__ void arrange_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool,
                                const __grid_constant__ CudaExtents e) {
-  const ops::FramePool& p = s.pool[pool];
-  for_places(*p.free_count, [&](int i) { e.list[atomicAdd(&e.begin[e.extent_of(p.free[i])], 1)] = p.free[i]; });
+  for_free(s.pool[pool], [&](std::int32_t frame) { e.list[atomicAdd(&e.begin[e.extent_of(frame)], 1)] = frame; });
 }
 
 constexpr int blocks = 256;  // of kernels over a pool's list
@@ -213,7 +313,11 @@ constexpr int blocks = 256;  // of kernels over a pool's list
 namespace cuda_store {
 
 void plan_levels(const CudaStoreLayer& s, const CudaStoreLevels& a, Stream stream) {
-  levels_plan_kernel<<<static_cast<unsigned>(a.rows * s.kv_heads), threads, 0, stream_of(stream)>>>(s, a);
+  // A warp takes a short head. The warps of a block share a long one.
+  constexpr int most_of_warp = 4 * warp_tokens;
+  const int heads = a.rows * s.kv_heads, of_block = a.most <= most_of_warp ? warps : 1;
+  const auto kernel = of_block > 1 ? levels_plan_kernel<1> : levels_plan_kernel<warps>;
+  kernel<<<static_cast<unsigned>((heads + of_block - 1) / of_block), threads, 0, stream_of(stream)>>>(s, a);
   check_launch("plan_levels");
 }
 KVLAB_ON_CUDA(plan_levels, plan_levels);

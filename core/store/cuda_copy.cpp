@@ -162,6 +162,19 @@ Fit CudaStore::bring_back(int slot, const Aside& cache) {
   return copy_in(static_cast<const CpuStore&>(*cache), slot);
 }
 
+std::vector<std::int32_t> CudaStore::next_frames(std::size_t pool, std::int64_t count) const {
+  std::vector<std::int32_t> out(static_cast<std::size_t>(count));
+  const auto places = static_cast<std::size_t>(places_of(pool));
+  for (std::size_t done = 0; done < out.size();) {  // from the list's start, and after its end from its first place on
+    const std::size_t at = (static_cast<std::size_t>(known_.taken[pool]) + done) % places,
+                      here = std::min(out.size() - done, places - at);
+    copy_memory(out.data() + done, free_[pool].as<std::int32_t>() + at, here * sizeof(std::int32_t), stream_);
+    done += here;
+  }
+  synchronize(stream_);
+  return out;
+}
+
 Fit CudaStore::copy_in(const CpuStore& from, int slot) {
   const Shape& s = options_.shape;
   const std::size_t each = static_cast<std::size_t>(s.kv_heads) * pages_per_head_;
@@ -181,13 +194,9 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
   auto* counters = counters_.as<CudaStoreCounters>();
   std::vector<std::int32_t> frames[pools];
   for (std::size_t pool = 0; pool < pools; ++pool) {
-    frames[pool].resize(static_cast<std::size_t>(needed[pool]));
-    const std::int32_t left = known_.free[pool] - static_cast<std::int32_t>(needed[pool]);
-    copy_memory(frames[pool].data(), free_[pool].as<std::int32_t>() + left, frames[pool].size() * sizeof(std::int32_t),
-                stream_);
-    synchronize(stream_);
-    known_.free[pool] = left;
-    copy_memory(&counters->free[pool], &known_.free[pool], sizeof left, stream_);
+    frames[pool] = next_frames(pool, needed[pool]);
+    known_.taken[pool] += static_cast<std::int32_t>(needed[pool]);
+    copy_memory(&counters->taken[pool], &known_.taken[pool], sizeof known_.taken[pool], stream_);
   }
   std::vector<HostFrame> of_device;
   const auto copy_table = [&](int t, std::vector<PageEntry> table, const StreamMemory& to) {
@@ -288,11 +297,9 @@ void CudaStore::check_invariants() const {
     seen[pool].push_back(frame);
   };
   for (std::size_t t = 0; t < pools; ++t) {
-    if (known_.free[t] < 0 || known_.free[t] > capacity_[t]) fail("a pool of an impossible count");
-    std::vector<std::int32_t> left(static_cast<std::size_t>(known_.free[t]));
-    copy_memory(left.data(), free_[t].as<>(), left.size() * sizeof(std::int32_t), stream_);
-    synchronize(stream_);
-    for (const std::int32_t frame : left) mark(t, frame);
+    if (known_.taken[t] < 0 || known_.free(t) < 0 || known_.free(t) > capacity_[t])
+      fail("a pool of an impossible count");
+    for (const std::int32_t frame : next_frames(t, known_.free(t))) mark(t, frame);
   }
   for (int slot = 0; slot < s.max_slots; ++slot) {
     const auto mark_all = [&](int tier, const StreamMemory& table) {

@@ -65,6 +65,24 @@ Applied CudaStore::swap_tokens(const Edit& e, const std::vector<std::int32_t>& s
   return {Fit::ok, -1};
 }
 
+std::optional<Applied> CudaStore::step_down(const std::array<Edit, 3>& edits, const std::vector<std::int32_t>& slots) {
+  if (!two_codecs() || slots.empty() || options_.planned_on_host || options_.rope == RopeRegime::re_rotate ||
+      options_.codecs[0].grouped() || options_.codecs[1].grouped())
+    return std::nullopt;
+  settle();
+  note_lowered(0, slots);
+  Frames most = {};
+  most[lower_pool] = static_cast<std::int64_t>(slots.size()) * options_.shape.kv_heads;
+  if (!reserve_edit(most)) return Applied{Fit::out_of_memory, 0};
+  stale_ = true;
+  tails_stay_ = false;
+  const auto list = [&](const Edit& e) { return list_of<CudaStoreList>(e, rows_of(slots), slots.size(), ++edit_); };
+  CudaStoreStep a;
+  a.move = list(edits[0]), a.evict = list(edits[1]), a.lower = list(edits[2]);
+  only_on_cuda<cuda_store::step_down>(layer(0), a, stream_);
+  return Applied{Fit::ok, -1};
+}
+
 Applied CudaStore::rewrite_rows(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty()) return {Fit::ok, -1};
   settle();
@@ -179,7 +197,7 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
     if (capped(Tier::host) && !reserve(Tier::host, heads * pages)) {
       const Uncopied down = uncopied(e, slots);  // the exact free frames are known now
       const std::int64_t more = down.pages - down.owed, free = std::max<std::int64_t>(0, free_bound_[1]);
-      if (down.pages > known_.free[1] || more > free) return {Fit::out_of_memory, 0};
+      if (down.pages > known_.free(1) || more > free) return {Fit::out_of_memory, 0};
       free_bound_[1] = free - more;
     }
     // A head's set may grow by a page. If no frame is free, pages that leave give theirs.
@@ -257,7 +275,7 @@ bool CudaStore::reserve_archives(const Edit& e, const std::vector<std::int32_t>&
   const std::int64_t most = pages_of(max_length(e.layer, slots)) * s.kv_heads * static_cast<std::int64_t>(slots.size());
   if (reserve(Tier::host, most)) return true;
   const std::vector<std::uint8_t> meant = marked(e.heads, slots);  // the other numbers are exact now
-  std::int64_t left = known_.free[1];
+  std::int64_t left = known_.free(1);
   for (const int slot : slots)
     for (int head = 0; head < s.kv_heads; ++head) {
       const std::size_t at = head_index(e.layer, slot, head);
@@ -389,8 +407,8 @@ Fit CudaStore::launch_page_edit(CudaStorePageEdit e, int index, const std::vecto
       // The counts are exact now. Frames that are owed to filled pages are these pages' own.
       const auto t = static_cast<std::size_t>(to);
       const std::int64_t missing = frames_missing(e, index, slots);
-      if (missing > known_.free[t]) return Fit::out_of_memory;
-      free_bound_[t] = std::min(free_bound_[t], known_.free[t] - missing);
+      if (missing > known_.free(t)) return Fit::out_of_memory;
+      free_bound_[t] = std::min(free_bound_[t], known_.free(t) - missing);
     }
     if (!jobs_) jobs_ = StreamMemory(stream_, sizes(options_).jobs);
     e.job_count = jobs_.as<std::int32_t>();

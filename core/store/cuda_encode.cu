@@ -1,10 +1,9 @@
 // Pages that are stored in another codec of a device with two. Pages of the second codec come first in a head's table.
-// No kernel here takes frames of a pool and also gives some back.
 #include <algorithm>
 
 #include "base/launch.cuh"
 #include "ops/page/paged.hpp"
-#include "store/cuda_tokens.cuh"
+#include "store/cuda_lower.cuh"
 
 namespace kvlab {
 using namespace cuda;
@@ -12,95 +11,6 @@ using namespace device_store;
 namespace {
 
 constexpr int threads = 256, warps = threads / 32;
-
-// Gives back frames of one pool of the device. The whole block calls it.
-__device__ void give_all_back(const CudaStoreLayer& s, int pool, const PageEntry* entries, int count) {
-  __shared__ int at;
-  const int mine = static_cast<int>(threadIdx.x);
-  for (int i = mine; s.poison && i < count; i += threads) poison_frame(s, 0, entries[i]);
-  if (mine == 0) {
-    at = atomicAdd(s.pool[pool].free_count, count);
-    atomicMax(&s.counters->peak_frames[pool], s.counters->frames[pool] - at);
-  }
-  __syncthreads();
-  for (int i = mine; i < count; i += threads) s.pool[pool].free[at + i] = entries[i].frame;
-}
-
-// Threads copy fields of a page from the `first` on: positions, then state.
-__device__ void copy_fields(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt,
-                            int thread, int threads, int first = 0) {
-  for (int i = first; i <= lf.state_columns; ++i)
-    for (int t = thread; t < lf.page_size; t += threads)
-      *field(to, lt, t, i) = *field(const_cast<std::byte*>(from), lf, t, i);
-}
-
-// Whether each side of a page stays as it is or becomes shorter codes. Then its rows are one run of bytes.
-__host__ __device__ bool only_lowers(const PageLayout& from, const PageLayout& to) {
-  for (const bool key : {true, false}) {
-    const CodecSide of = ops::side_of(from, key), as = ops::side_of(to, key);
-    const std::int64_t elements = std::int64_t{from.page_size} * from.head_dim;
-    if (of.grouped() || (of != as && ops::code_ratio(of, as) == 0) || elements * (of.bits ? of.bits : 16) % 128 != 0)
-      return false;
-  }
-  return true;
-}
-
-// Calls f(i, word i of 16 bytes) for a run of bytes. A warp has several on their way.
-template <class F>
-__device__ void for_words(const std::byte* from, int words, int lane, const F& f) {
-  constexpr int batch = 8;
-  const auto* in = reinterpret_cast<const uint4*>(from);
-  for (int first = lane; first < words; first += 32 * batch) {
-    uint4 x[batch];
-#pragma unroll
-    for (int i = 0; i < batch; ++i) x[i] = in[min(first + 32 * i, words - 1)];
-#pragma unroll
-    for (int i = 0; i < batch; ++i)
-      if (first + 32 * i < words) f(first + 32 * i, x[i]);
-  }
-}
-template <int From, int To>
-__device__ void lower_words(const std::byte* from, std::byte* to, int words, int lane) {
-  for_words(from, words, lane, [&](int i, uint4 codes) {
-    const ops::Lowered<From, To> x(codes);
-    if constexpr (x.bytes == 8)
-      reinterpret_cast<uint2*>(to)[i] = make_uint2(x.word[0], x.word[1]);
-    else
-      reinterpret_cast<unsigned*>(to)[i] = x.word[0];
-  });
-}
-
-// A warp stores a side of a page whose layouts are only_lowers, with keys its positions and state. Loads of the first
-// tokens' scales and positions are under way with those of the rows.
-__device__ void lower_side(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt, bool key,
-                           int lane) {
-  const int p = lf.page_size;
-  const CodecSide of = ops::side_of(lf, key), as = ops::side_of(lt, key);
-  const int ratio = of == as ? 1 : ops::code_ratio(of, as);
-  const auto* metas = reinterpret_cast<const unsigned*>(from + ops::meta_offset(lf, key, 0));
-  const auto put_meta = [&](int t, unsigned meta) {
-    *reinterpret_cast<unsigned*>(to + ops::meta_offset(lt, key, t)) = ratio > 1 ? lowered_meta(meta, ratio) : meta;
-  };
-  const bool first = lane < p;
-  const unsigned meta = of.bits && first ? metas[lane] : 0,
-                 position = key && first ? *field(const_cast<std::byte*>(from), lf, lane, 0) : 0;
-  const std::byte* rows = from + ops::row_offset(lf, key, 0);
-  std::byte* out = to + ops::row_offset(lt, key, 0);
-  const int words = static_cast<int>(p * ops::row_bytes(lf, key) / 16);
-  if (of == as)
-    for_words(rows, words, lane, [&](int i, uint4 x) { reinterpret_cast<uint4*>(out)[i] = x; });
-  else if (of.bits == 4)
-    lower_words<4, 2>(rows, out, words, lane);
-  else if (as.bits == 4)
-    lower_words<8, 4>(rows, out, words, lane);
-  else
-    lower_words<8, 2>(rows, out, words, lane);
-  if (of.bits && first) put_meta(lane, meta);
-  for (int t = lane + 32; of.bits && t < p; t += 32) put_meta(t, metas[t]);
-  if (!key) return;
-  if (first) *field(to, lt, lane, 0) = position;
-  copy_fields(from, lf, to, lt, lane, 32, p > 32 ? 0 : 1);
-}
 
 // A block stores a grouped side of a full page, as ops::copy_page does. A warp takes 32 elements, one a lane: of a
 // group's tokens, or of `batch` tokens, whose loads do not wait for each other. number(t, d) is an element.
@@ -327,11 +237,11 @@ __global__ void __launch_bounds__(threads)
     if (mine == 0) a.runs[blockIdx.x] = 0;
     return;
   }
-  __shared__ int left;
+  __shared__ int next;
   const ops::FramePool& pool = s.pool[pool_of(0, a.codec)];
-  if (mine == 0) left = take_frames(s, pool_of(0, a.codec), count);
+  if (mine == 0) next = take_frames(s, pool_of(0, a.codec), count);
   __syncthreads();
-  if (left < 0) {
+  if (next < 0) {
     if (mine == 0) a.runs[blockIdx.x] = 0;
     return;
   }
@@ -339,7 +249,7 @@ __global__ void __launch_bounds__(threads)
   for (int i = mine; i < count; i += threads) {
     PageEntry& e = h.table[0][first + i];
     before[i] = e;
-    e.frame = pool.free[left - 1 - i];
+    e.frame = pool.at(next + i);
     e.codec = static_cast<std::uint8_t>(a.codec);
   }
   if (mine == 0) {
@@ -398,10 +308,11 @@ __global__ void __launch_bounds__(threads)
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
   const int mine = static_cast<int>(threadIdx.x), warp = mine / 32, lane = mine % 32;
   const Head h = head_of(s, a.slots[row], head);
+  __shared__ int at;
   wait_for_predecessor();
   if (a.runs && a.runs[blockIdx.x] > 0) {
     PageEntry* before = a.before + std::int64_t{blockIdx.x} * a.index.extent[2];
-    give_all_back(s, pool_of(0, before[0].codec), before, a.runs[blockIdx.x]);
+    give_all_back(s, pool_of(0, before[0].codec), before, a.runs[blockIdx.x], at);
     return;
   }
   const int n = *h.length, pages = (n + p - 1) / p, count = a.count(row, head);

@@ -68,40 +68,61 @@ __device__ inline bool put_element(std::byte* row, DType dtype, int d, float x) 
   return bits != before;
 }
 
-// The peak is noted here: the pool's count is least just before a kernel gives back its first frame.
+// Notes how many frames of a pool are in use before one is given back as number `given`. A kernel may take frames
+// meanwhile.
+__device__ inline void note_use(const CudaStoreLayer& s, int pool, int given) {
+  const int left = given - *static_cast<volatile std::int32_t*>(s.pool[pool].taken);
+  atomicMax(&s.counters->peak_frames[pool], s.counters->frames[pool] - left);
+}
+
+// The peak is noted here: the pool has fewest frames just before a kernel gives back its first one.
 __device__ inline void give_back(const CudaStoreLayer& s, int tier, PageEntry& e) {
   if (e.frame < 0) return;
   poison_frame(s, tier, e);
-  const int pool = pool_of(tier, e.codec), at = atomicAdd(s.pool[pool].free_count, 1);
-  s.pool[pool].free[at] = e.frame;
-  atomicMax(&s.counters->peak_frames[pool], s.counters->frames[pool] - at);
+  const int pool = pool_of(tier, e.codec), at = atomicAdd(s.pool[pool].given, 1);
+  s.pool[pool].at(at) = e.frame;
+  note_use(s, pool, at);
   e = PageEntry{};
+}
+
+// Gives back frames of one pool of the device. The whole block calls it, with a number in shared memory.
+__device__ inline void give_all_back(const CudaStoreLayer& s, int pool, const PageEntry* entries, int count, int& at) {
+  const int mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  if (count == 0) return;
+  for (int i = mine; s.poison && i < count; i += threads) poison_frame(s, 0, entries[i]);
+  __syncthreads();  // of the call before
+  if (mine == 0) {
+    at = atomicAdd(s.pool[pool].given, count);
+    note_use(s, pool, at);
+  }
+  __syncthreads();
+  for (int i = mine; i < count; i += threads) s.pool[pool].at(at + i) = entries[i].frame;
 }
 
 __device__ inline bool take(const CudaStoreLayer& s, int tier, PageEntry& e, int tokens, int otherwise = store_no_frame,
                             int codec = 0) {
   const ops::FramePool& pool = s.pool[pool_of(tier, codec)];
-  const int left = atomicSub(pool.free_count, 1);
-  if (left <= 0) {
-    atomicAdd(pool.free_count, 1);
+  const int next = atomicAdd(pool.taken, 1);
+  if (next >= *static_cast<volatile std::int32_t*>(pool.given)) {
+    atomicSub(pool.taken, 1);
     if (otherwise) fail(s, otherwise);
     return false;
   }
   PageEntry fresh;
-  fresh.frame = pool.free[left - 1];
+  fresh.frame = pool.at(next);
   fresh.tokens = static_cast<std::uint16_t>(tokens);
   fresh.codec = static_cast<std::uint8_t>(codec);
   e = fresh;
   return true;
 }
 
-// Takes `count` frames of a pool: its list's last ones below the returned place. -1: there are too few, which is noted.
-// Then those that there are stay taken, since other blocks may have found the list empty meanwhile.
+// Takes `count` frames of a pool, those from the returned number on. -1: there are too few, which is noted. Then those
+// that there are stay taken, since other blocks may have found the list empty meanwhile.
 __device__ inline int take_frames(const CudaStoreLayer& s, int pool, int count, int otherwise = store_no_frame) {
-  std::int32_t* free_count = s.pool[pool].free_count;
-  const int left = atomicSub(free_count, count);
-  if (left >= count) return left;
-  atomicAdd(free_count, count - max(left, 0));
+  const ops::FramePool& of = s.pool[pool];
+  const int first = atomicAdd(of.taken, count), left = *static_cast<volatile std::int32_t*>(of.given) - first;
+  if (left >= count) return first;
+  atomicSub(of.taken, count - max(left, 0));
   fail(s, otherwise);
   return -1;
 }
@@ -123,10 +144,13 @@ __device__ inline bool wrong_list(const CudaStoreLayer& s, const CudaStoreList& 
   return true;
 }
 
+// last: the latest edit that counted, of those that run one after the other.
+__device__ inline void count_fired(const CudaStoreLayer& s, unsigned long long edit, unsigned long long* last) {
+  if (*static_cast<volatile unsigned long long*>(last) == edit) return;  // atomics wait for each other
+  if (atomicExch(last, edit) != edit) atomicAdd(&s.counters->fired, 1ull);
+}
 __device__ inline void count_fired(const CudaStoreLayer& s, unsigned long long edit) {
-  if (*static_cast<volatile unsigned long long*>(&s.counters->last_edit) == edit)
-    return;  // atomics wait for each other
-  if (atomicExch(&s.counters->last_edit, edit) != edit) atomicAdd(&s.counters->fired, 1ull);
+  count_fired(s, edit, &s.counters->last_edit);
 }
 
 // Policies write token state in device pages, so the state of a copy on the host is stale.

@@ -40,7 +40,7 @@ class Crossing {
 struct LayerHere {
   CudaStoreLayer layer;
   std::vector<CudaStoreCounters> counters;
-  std::vector<std::int32_t> length, lower, free[pools];
+  std::vector<std::int32_t> length, lower, free[pools], rest[pools];
 
   LayerHere(const CudaStoreLayer& there, int slots, const Crossing& cross) : layer(there) {
     const auto heads = static_cast<std::size_t>(slots) * static_cast<std::size_t>(there.kv_heads);
@@ -52,9 +52,22 @@ struct LayerHere {
     layer.length = length.data();
     if (there.lower_pages) layer.lower_pages = lower.data();
     for (const CudaPool pool : {device_pool, lower_pool}) {
-      if (!there.pool[pool].free) continue;
-      free[pool] = cross.here(there.pool[pool].free, static_cast<std::size_t>(counters[0].free[pool]));
-      layer.pool[pool] = {free[pool].data(), &counters[0].free[pool]};
+      if (!there.pool[pool].ring) continue;
+      // Of the list only free frames cross. As neighbours they have places of their own in a list of their number.
+      const ops::FramePool& of = there.pool[pool];
+      const std::int32_t count = counters[0].free(pool), first = counters[0].taken[pool] % of.capacity,
+                         whole = std::min(count, of.capacity - first);
+      free[pool] = cross.here(of.ring + first, static_cast<std::size_t>(whole));
+      rest[pool] = cross.here(of.ring, static_cast<std::size_t>(count - whole));
+    }
+    cross.wait();
+    for (const CudaPool pool : {device_pool, lower_pool}) {
+      if (!there.pool[pool].ring) continue;
+      free[pool].insert(free[pool].end(), rest[pool].begin(), rest[pool].end());
+      auto& c = counters[0];
+      if (const auto count = static_cast<std::int32_t>(free[pool].size()); count > 0)
+        std::rotate(free[pool].begin(), free[pool].end() - c.taken[pool] % count, free[pool].end());
+      layer.pool[pool] = {free[pool].data(), &c.taken[pool], &c.given[pool], std::max(1, c.free(pool))};
     }
   }
 };

@@ -33,7 +33,8 @@ enum StoreError : int {
 enum CudaPool : int { device_pool, host_pool, lower_pool, pools };
 
 struct CudaStoreCounters {
-  std::int32_t free[pools] = {};         // free frames: the pools' counts
+  std::int32_t taken[pools] = {}, given[pools] = {};  // the pools' counts
+  constexpr std::int32_t free(std::size_t pool) const { return given[pool] - taken[pool]; }
   std::int32_t frames[pools] = {};       // all frames of a pool
   std::int32_t peak_frames[pools] = {};  // most frames in use, noted whenever a kernel gives one back
   std::int32_t pages = 0;                // pages of all heads, whatever their tier; counted only with summaries
@@ -41,12 +42,13 @@ struct CudaStoreCounters {
   std::int32_t error = 0;
   // Frames of the host that heads will take for the pages that they have filled since, once a place edit named them.
   std::int32_t owed = 0;
-  unsigned long long moved[2] = {};   // pages that arrived on a tier
-  unsigned long long spared[2] = {};  // units of 16 bytes of them that did not cross, because they are packed
-  unsigned long long rebuilt = 0;     // pages that arrived on the device without their keys
-  unsigned long long states = 0;      // pages whose token state a drop copied to the host
-  unsigned long long fetched = 0;     // tokens that came from archives
-  unsigned long long fired = 0;       // edits that changed something
+  unsigned long long moved[2] = {};      // pages that arrived on a tier
+  unsigned long long spared[2] = {};     // units of 16 bytes of them that did not cross, because they are packed
+  unsigned long long rebuilt = 0;        // pages that arrived on the device without their keys
+  unsigned long long states = 0;         // pages whose token state a drop copied to the host
+  unsigned long long fetched = 0;        // tokens that came from archives
+  unsigned long long fired = 0;          // edits that changed something
+  unsigned long long last_step[3] = {};  // as last_edit, of the edits of CudaStoreStep
   // The latest edit that counted. Behind it stand those of place edits, [layer], where there are such edits.
   unsigned long long last_edit = 0;
 };
@@ -163,6 +165,12 @@ struct CudaStoreEncode : CudaStoreList {
   PageEntry* before = nullptr;
 };
 
+// Edits of a decode step, which each head carries out in this order: a pair of places to exchange, a token that leaves,
+// a full page for the second codec; or none.
+struct CudaStoreStep {
+  CudaStoreList move, evict, lower;
+};
+
 struct CudaStoreLevels : CudaStoreRows {
   View<const std::uint8_t, 3> levels;  // [row, kv_head, token]
   int most = 0;                        // no head has more tokens
@@ -259,6 +267,8 @@ void count_owed(const CudaStoreLayer& first, int layers, Stream stream);
 // page.
 void plan_encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream stream);
 void encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream stream);
+// Of a device with two codecs, neither of which has groups. The host has reserved a frame of the second for each head.
+void step_down(const CudaStoreLayer& s, const CudaStoreStep& a, Stream stream);
 // Stores tokens by their levels, as planned. The host has reserved frames of each codec for all pages of the rows.
 void plan_levels(const CudaStoreLayer& s, const CudaStoreLevels& a, Stream stream);
 void store_levels(const CudaStoreLayer& s, const CudaStoreLevels& a, Stream stream);

@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
   if (below >= 0) {
     for (int i = mine; i < downs; i += threads) {
       PageEntry fresh;
-      fresh.frame = s.pool[host_pool].free[below - 1 - i];
+      fresh.frame = s.pool[host_pool].at(below + i);
       fresh.tokens = static_cast<std::uint16_t>(p);
       h.table[1][coming[a.most - 1 - i]] = fresh;
     }
@@ -354,14 +354,14 @@ __global__ void __launch_bounds__(ops::rebuild_threads)
 }
 
 __global__ void __launch_bounds__(1024) take_back_kernel(const __grid_constant__ CudaStoreLayer s) {
-  const int count = *s.returned_count, left = *s.pool[0].free_count;
+  const int count = *s.returned_count, given = *s.pool[0].given;
   for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x))
-    s.pool[0].free[left + i] = s.returned[i];
+    s.pool[0].at(given + i) = s.returned[i];
   __syncthreads();
   if (threadIdx.x != 0 || count == 0) return;
-  *s.pool[0].free_count = left + count;
+  *s.pool[0].given = given + count;
   *s.returned_count = 0;
-  s.counters->peak_frames[0] = max(s.counters->peak_frames[0], s.counters->frames[0] - left);
+  note_use(s, 0, given);
 }
 
 __global__ void mark_kernel(const __grid_constant__ Heads heads, const __grid_constant__ CudaStoreRows r,

@@ -197,13 +197,12 @@ void CudaStore::make_pool(CudaPool pool, std::int64_t frames, std::int64_t place
   const std::int64_t step = layout_of(t).bytes / granule_bytes;
   frames = std::min<std::int64_t>(frames, std::numeric_limits<std::int32_t>::max() / step);
   std::vector<std::int32_t> numbers(static_cast<std::size_t>(frames));
-  for (std::int64_t i = 0; i < frames; ++i)
-    numbers[static_cast<std::size_t>(i)] = static_cast<std::int32_t>((frames - 1 - i) * step);
+  for (std::int64_t i = 0; i < frames; ++i) numbers[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(i * step);
   free_[t] = StreamMemory(stream_, static_cast<std::size_t>(std::max<std::int64_t>(1, places)) * sizeof(std::int32_t));
   copy_memory(free_[t].as<>(), numbers.data(), numbers.size() * sizeof(std::int32_t), stream_);
   capacity_[t] = frames;
-  known_.free[t] = known_.frames[t] = static_cast<std::int32_t>(frames);
-  copy_memory(&counters_.as<CudaStoreCounters>()->free[t], &known_.free[t], sizeof known_.free[t], stream_);
+  known_.given[t] = known_.frames[t] = static_cast<std::int32_t>(frames);
+  copy_memory(&counters_.as<CudaStoreCounters>()->given[t], &known_.given[t], sizeof known_.given[t], stream_);
   copy_memory(&counters_.as<CudaStoreCounters>()->frames[t], &known_.frames[t], sizeof known_.frames[t], stream_);
   synchronize(stream_);
   free_bound_[t] = frames;
@@ -240,7 +239,8 @@ CudaStoreLayer CudaStore::layer(int index) const {
   for (int t = 0; t < 2; ++t) {
     l.table[t] = table_[t].as<PageEntry>() + entry;
   }
-  for (int t = 0; t < pools; ++t) l.pool[t] = {free_[t].as<std::int32_t>(), &counters->free[t]};
+  for (std::size_t t = 0; t < pools; ++t)
+    l.pool[t] = {free_[t].as<std::int32_t>(), &counters->taken[t], &counters->given[t], places_of(t)};
   if (lower_pages_) l.lower_pages = lower_pages_.as<std::int32_t>() + head;
   l.length = length_.as<std::int32_t>() + head;
   l.summary = options_.summary;
@@ -413,9 +413,10 @@ void CudaStore::update() {
       const auto* first = lengths_.data() + head_index(l, slot, 0);
       bound(l, slot) = *std::max_element(first, first + s.kv_heads);
     }
-  for (std::size_t t = 0; t < pools; ++t) free_bound_[t] = known_.free[t];
+  for (std::size_t t = 0; t < pools; ++t) free_bound_[t] = known_.free(t);
   if (options_.host_pages && capped(Tier::host)) free_bound_[1] -= known_.owed;
   count_ledger();
+  set_back_counts();
   // The device's peaks start again from the frames and pages now in use.
   std::int32_t frames[pools];
   for (std::size_t t = 0; t < pools; ++t) frames[t] = static_cast<std::int32_t>(in_use(t));
@@ -440,6 +441,19 @@ void CudaStore::update() {
     throw Error(Errc::plugin,
                 "edit: got a list that does not ascend or goes beyond its room, the head's tokens or its archive");
   throw Error(Errc::internal, "store: a kernel found no place for a token (error " + std::to_string(error) + ")");
+}
+
+// Between two updates no count grows by more than twice the pool's capacity: frames that are given back are no frames
+// that the host knows to be free.
+void CudaStore::set_back_counts() {
+  auto* counters = counters_.as<CudaStoreCounters>();
+  for (std::size_t t = 0; t < pools; ++t) {
+    const std::int32_t rounds = places_of(t) > 0 ? known_.taken[t] / places_of(t) * places_of(t) : 0;
+    if (rounds == 0) continue;
+    known_.taken[t] -= rounds, known_.given[t] -= rounds;
+    copy_memory(&counters->taken[t], &known_.taken[t], sizeof known_.taken[t], stream_);
+    copy_memory(&counters->given[t], &known_.given[t], sizeof known_.given[t], stream_);
+  }
 }
 
 void CudaStore::count_ledger() {
@@ -537,8 +551,9 @@ Fit CudaStore::append(int index, int slot, const void* k, const void* v, DType d
 }
 
 void CudaStore::count_edits_anew() {
-  constexpr std::size_t before = offsetof(CudaStoreCounters, last_edit);
-  static_assert(before + sizeof(CudaStoreCounters::last_edit) == sizeof(CudaStoreCounters));
+  constexpr std::size_t before = offsetof(CudaStoreCounters, last_step);
+  static_assert(before + sizeof(CudaStoreCounters::last_step) + sizeof(CudaStoreCounters::last_edit) ==
+                sizeof(CudaStoreCounters));
   zero_memory(counters_.as<>() + before, counters_.bytes() - before, stream_);
 }
 
@@ -702,7 +717,11 @@ std::int64_t CudaStore::lower_room(const std::vector<std::int32_t>& slots) const
 void CudaStore::advanced(bool decode) {
   // Bounds on lengths grow with each token even if evictions keep the heads as short, so the host reads the lengths.
   constexpr int steps = 32;
-  if (!decode || ++since_refresh_ >= steps * static_cast<int>(std::count(used_.begin(), used_.end(), true))) update();
+  if (decode && ++since_refresh_ < steps * static_cast<int>(std::count(used_.begin(), used_.end(), true))) return;
+  update();
+  // Frames come back at the end of a list, whatever extent they are of.
+  if (decode && two_codecs())
+    for (const CudaPool pool : {device_pool, lower_pool}) arrange(pool);
 }
 
 std::int64_t CudaStore::fired() const {

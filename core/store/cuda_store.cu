@@ -1,6 +1,5 @@
 // The store's kernels. One block or one warp handles a head of a row. Heads share only the pools. Kernels change a
-// pool's count atomically, and none both takes frames of a pool and gives them back. The plan of an append runs in one
-// block and takes frames without atomics.
+// pool's counts atomically. The plan of an append runs in one block and takes frames without atomics.
 #include <algorithm>
 #include <string>
 
@@ -10,8 +9,8 @@
 #include "base/launch.cuh"
 #include "ops/page/packed.hpp"
 #include "ops/page/paged.hpp"
+#include "store/cuda_moves.cuh"
 #include "store/cuda_packed.hpp"
-#include "store/cuda_tokens.cuh"
 #include "store/cuda_turn.hpp"
 
 namespace kvlab {
@@ -37,7 +36,7 @@ constexpr int plan_threads = 1024;
 __global__ void __launch_bounds__(plan_threads)
     append_plan_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int tokens) {
   extern __shared__ AppendPlan plans[];  // [kv_head]
-  __shared__ int sum, left;
+  __shared__ int sum, left, next;
   wait_for_predecessor();
   let_successor_start();  // only now: append_kernel reads tokens of earlier kernels at once
   const int p = s.layout.page_size, mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
@@ -48,7 +47,8 @@ __global__ void __launch_bounds__(plan_threads)
     plans[head].pages = (n + tokens + p - 1) / p - (n + p - 1) / p;
     plans[head].up = n % p && h.table[0][n / p].frame < 0 && h.table[1][n / p].frame >= 0;
   }
-  if (mine == 0) left = *s.pool[0].free_count;
+  const ops::FramePool& pool = s.pool[0];
+  if (mine == 0) next = *pool.taken, left = *pool.given - next;
   __syncthreads();
   if (mine == 0) {
     int all = 0, fresh = 0;
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(plan_threads)
     if (all > left) {
       fail(s, store_no_frame);
     } else {
-      *s.pool[0].free_count = left - all;
+      *pool.taken = next + all;
       if (s.summary != Summary::none) atomicAdd(&s.counters->pages, fresh);
     }
   }
@@ -72,20 +72,21 @@ __global__ void __launch_bounds__(plan_threads)
     const Head h = head_of(s, slot, head);
     const AppendPlan plan = plans[head];
     const int end = plan.length + tokens, first = (plan.length + p - 1) / p;
-    const std::int32_t* frames = s.pool[0].free + left - 1 - plan.begin;
+    const int frames = next + plan.begin;
 #pragma unroll 4
     for (int i = mine % each; i < plan.pages; i += each) {
       PageEntry e;
-      e.frame = frames[-(i + plan.up)];
+      e.frame = pool.at(frames + plan.up + i);
       e.tokens = static_cast<std::uint16_t>(min(p, end - (first + i) * p));
       h.table[0][first + i] = e;
     }
     if (plan.up && !s.mixed)
-      copy_frame(s, frame_at(s, 1, h.table[1][plan.length / p].frame), frame_at(s, 0, frames[0]), mine % each, each);
+      copy_frame(s, frame_at(s, 1, h.table[1][plan.length / p].frame), frame_at(s, 0, pool.at(frames)), mine % each,
+                 each);
   }
   for (int head = mine / 32; s.mixed && head < s.kv_heads; head += threads / 32)
     if (const AppendPlan plan = plans[head]; plan.up)
-      carry_page(s, 0, head_of(s, slot, head).table[1][plan.length / p].frame, s.pool[0].free[left - 1 - plan.begin],
+      carry_page(s, 0, head_of(s, slot, head).table[1][plan.length / p].frame, pool.at(next + plan.begin),
                  plan.length % p, mine % 32);
   __syncthreads();
   for (int head = mine; head < s.kv_heads; head += threads) {
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(plan_threads)
     if (n % p) {
       PageEntry& e = h.table[0][n / p];
       if (plans[head].up)
-        e = PageEntry{}, e.frame = s.pool[0].free[left - 1 - plans[head].begin], atomicAdd(&s.counters->moved[0], 1ull);
+        e = PageEntry{}, e.frame = pool.at(next + plans[head].begin), atomicAdd(&s.counters->moved[0], 1ull);
       e.tokens = static_cast<std::uint16_t>(min(p, end - n / p * p));
       give_back(s, 1, h.table[1][n / p]);  // the device page has tokens that the host copy lacks
     }
@@ -241,120 +242,28 @@ __global__ void __launch_bounds__(512)
   close_holes<Unit, Mixed>(s, h, before, rest ? before - x.count : x.count, x, rank, a.edit);
 }
 
-// A warp evicts at most one token of a head: its last token takes the place.
+// A warp evicts at most one token of a head.
 template <class Unit, bool Mixed>
 __global__ void __launch_bounds__(warps * 32)
     evict_one_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a,
                      std::int32_t* ranks) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, p = s.layout.page_size;
   const int of_all = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32;
   const int row = of_all / s.kv_heads, head = of_all % s.kv_heads;
   if (row >= a.rows) return;
-  const int count = a.count(row, head);
-  if (count == 0) return;
-  const Head h = head_of(s, a.slots[row], head);
-  const int before = *h.length, to = a.index(row, head, 0), from = before - 1;
-  if (count != 1 || to < 0 || to >= before) {
-    if (lane == 0) fail(s, store_bad_list);
-    return;
-  }
-  const int last = from / p, hole = to / p;
-  if (to != from) {
-    std::byte *source = page_at(s, h, last), *target = page_at(s, h, hole);
-    const PageLayout &there = Mixed ? layout_at(s, h, last) : s.layout,
-                     &here = Mixed ? layout_at(s, h, hole) : s.layout;
-    if (!Mixed || &there == &here) {  // a conversion is much more code
-      for (int u = lane; u < Token<Unit>::units(here); u += 32)
-        *Token<Unit>::unit(target, here, to % p, u) = *Token<Unit>::unit(source, here, from % p, u);
-      if (lane < fields_of(here)) *field(target, here, to % p, lane) = *field(source, here, from % p, lane);
-    } else {
-      Carried x;
-      x.read(source, there, from % p, here, lane);
-      x.write(target, here, to % p, lane);
-    }
-    if (ranks && lane == 0) {
-      std::int32_t* rank = ranks + std::int64_t{of_all} * s.pages * p;
-      rank[to] = rank[from];
-    }
-  }
-  __syncwarp();
-  const bool emptied = last * p == from;
-  if (lane == 0) {
-    *h.length = from;
-    if (emptied) {
-      for (int tier = 0; tier < 2; ++tier) give_back(s, tier, h.table[tier][last]);
-      if (h.lower_pages) *h.lower_pages = min(*h.lower_pages, last);
-      fewer_pages(s, 1);
-    } else {
-      PageEntry& upper = h.table[0][last].frame >= 0 ? h.table[0][last] : h.table[1][last];
-      upper.tokens = static_cast<std::uint16_t>(from - last * p);
-    }
+  std::int32_t* rank = ranks ? ranks + std::int64_t{of_all} * s.pages * s.layout.page_size : nullptr;
+  if (evict_one<Unit, Mixed>(s, a, row, head, rank, static_cast<int>(threadIdx.x) % 32) && threadIdx.x % 32 == 0)
     count_fired(s, a.edit);
-  }
-  // The lower copy of a device page whose tokens have changed is stale, and so is the summary.
-  const auto outdated = [&](int page) {
-    if (lane == 0 && h.table[0][page].frame >= 0) give_back(s, 1, h.table[1][page]);
-    __syncwarp();
-    summarize(s, h, page, min(p, from - page * p), lane);
-  };
-  __syncwarp();
-  if (to != from) outdated(hole);
-  if (!emptied && (to == from || hole != last)) outdated(last);
 }
 
 // A warp swaps a head's pairs in order.
 template <class Unit, bool Mixed>
 __global__ void __launch_bounds__(warps * 32)
     swap_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, p = s.layout.page_size;
   const int of_all = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32;
   const int row = of_all / s.kv_heads, head = of_all % s.kv_heads;
   if (row >= a.rows) return;
-  const Head h = head_of(s, a.slots[row], head);
-  const int n = *h.length, count = a.count(row, head);
-  bool bad = count < 0 || count > a.index.extent[2] || count % 2;
-  for (int i = lane; !bad && i < count; i += 32) bad = a.index(row, head, i) < 0 || a.index(row, head, i) >= n;
-  if (__any_sync(~0u, bad)) {
-    if (lane == 0) fail(s, store_bad_list);
-    return;
-  }
-  for (int i = 0; i < count; i += 2) {
-    const int x = a.index(row, head, i), y = a.index(row, head, i + 1);
-    if (x == y) continue;
-    std::byte *fx = page_at(s, h, x / p), *fy = page_at(s, h, y / p);
-    const PageLayout &lx = Mixed ? layout_at(s, h, x / p) : s.layout, &ly = Mixed ? layout_at(s, h, y / p) : s.layout;
-    if (Mixed && &lx != &ly) {
-      Carried there, back;
-      there.read(fx, lx, x % p, ly, lane);
-      back.read(fy, ly, y % p, lx, lane);
-      __syncwarp();
-      there.write(fy, ly, y % p, lane);
-      back.write(fx, lx, x % p, lane);
-    } else {
-      const PageLayout& l = lx;
-      const int units = Token<Unit>::units(l);
-      for (int u = lane; u < units; u += 32) {
-        Unit* ux = Token<Unit>::unit(fx, l, x % p, u);
-        Unit* uy = Token<Unit>::unit(fy, l, y % p, u);
-        const Unit hold = *ux;
-        *ux = *uy;
-        *uy = hold;
-      }
-      if (lane < fields_of(l)) {
-        unsigned *ux = field(fx, l, x % p, lane), *uy = field(fy, l, y % p, lane), hold = *ux;
-        *ux = *uy;
-        *uy = hold;
-      }
-    }
-    __syncwarp();
-    for (const int page : {x / p, y / p}) {
-      if (lane == 0 && h.table[0][page].frame >= 0) give_back(s, 1, h.table[1][page]);
-      __syncwarp();
-      summarize(s, h, page, min(p, n - page * p), lane);
-    }
-    __syncwarp();
-    if (lane == 0) count_fired(s, a.edit);
-  }
+  if (swap_pairs<Unit, Mixed>(s, a, row, head, static_cast<int>(threadIdx.x) % 32) && threadIdx.x % 32 == 0)
+    count_fired(s, a.edit);
 }
 
 // Grid [kv_head, layer].

@@ -145,6 +145,13 @@ class CudaStore final : public Store {
   StreamMemory empty_table(std::size_t bytes) const;
   void update();  // makes the host's counts and lengths exact; throws the errors that kernels noted
   void refresh() const { const_cast<CudaStore*>(this)->update(); }
+  void set_back_counts();  // of pools, which grow alone
+  // Room for frame numbers in a pool's list.
+  std::int32_t places_of(std::size_t pool) const {
+    return static_cast<std::int32_t>(free_[pool].bytes() / sizeof(std::int32_t));
+  }
+  // Numbers of `count` free frames of a pool, in the order in which they are taken. The counts are known exactly.
+  std::vector<std::int32_t> next_frames(std::size_t pool, std::int64_t count) const;
   void count_ledger();
   // Lowers the bounds by so many frames of each pool, or returns false if one has fewer.
   bool reserve(const Frames& frames);
@@ -153,7 +160,7 @@ class CudaStore final : public Store {
     of[static_cast<std::size_t>(tier)] = frames;
     return reserve(of);
   }
-  std::int64_t in_use(std::size_t pool) const { return capacity_[pool] - known_.free[pool]; }
+  std::int64_t in_use(std::size_t pool) const { return capacity_[pool] - known_.free(pool); }
   bool reserve_edit(const Frames& most);  // the frames that an edit takes at most, now or at launches of a graph
   // Whether the tier may be too small for a copy of every page.
   bool capped(Tier tier) const {
@@ -190,6 +197,7 @@ class CudaStore final : public Store {
   Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) override;
   Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  std::optional<Applied> step_down(const std::array<Edit, 3>& edits, const std::vector<std::int32_t>& slots) override;
   Applied edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied store_levels(const Edit& e, const std::vector<std::int32_t>& slots) override;

@@ -14,15 +14,15 @@ bool take(const CudaStoreLayer& s, CudaPool pool, std::vector<std::int32_t>& fra
   for (std::int32_t& of_head : frames) of_head = std::exchange(all, all + of_head);
   frames.push_back(all);
   if (all == 0) return true;
-  if (all > *s.pool[pool].free_count) return s.counters->error |= store_no_frame, false;
-  *s.pool[pool].free_count -= all;
+  if (all > *s.pool[pool].given - *s.pool[pool].taken) return s.counters->error |= store_no_frame, false;
+  *s.pool[pool].taken += all;
   return true;
 }
 
-// The i-th frame of a head. The pool's count is that after take().
+// The i-th frame of a head. The pool's counts are those after take().
 std::int32_t frame_of(const CudaStoreLayer& s, CudaPool pool, const std::vector<std::int32_t>& frames, int head,
                       int i) {
-  return s.pool[pool].free[*s.pool[pool].free_count + frames.back() - 1 - frames[static_cast<std::size_t>(head)] - i];
+  return s.pool[pool].at(*s.pool[pool].taken - frames.back() + frames[static_cast<std::size_t>(head)] + i);
 }
 
 struct HeadLevels {

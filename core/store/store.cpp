@@ -595,11 +595,28 @@ void Store::end_beside() {
 
 Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots, ops::Finding* nan) {
   Applied total;
-  for (const Edit& e : edits) {
+  for (std::size_t i = 0; i < edits.size(); ++i) {
+    const Edit& e = edits[i];
     if (e.verb == Edit::attend || e.verb == Edit::attend_tokens) continue;
     if (e.layer == Edit::all_layers) {
       check_all_layers(e);
       const std::vector<std::int32_t> all = in_all_layers(slots);
+      if (steps_down(edits, i)) {
+        std::array<Edit, 3> three = {e, edits[i + 1], edits[i + 2]};
+        for (Edit& one : three) {
+          check_all_layers(one);
+          one.layer = 0;
+          check_edit(one, all.size());
+          check_grouped(one, all);
+        }
+        const PartTimer timer(Part::compact);
+        if (const std::optional<Applied> done = step_down(three, all)) {
+          total += *done;
+          if (total.fit != Fit::ok) break;
+          i += 2;
+          continue;
+        }
+      }
       Edit flat = e;
       flat.layer = 0;
       check_edit(flat, all.size());
@@ -628,6 +645,17 @@ Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int3
   }
   applied();
   return total;
+}
+
+// Whether edits i to i + 2 are those of Store::step_down.
+bool Store::steps_down(const std::vector<Edit>& edits, std::size_t i) {
+  if (edits.size() - i < 3) return false;
+  constexpr Edit::Verb verbs[] = {Edit::move, Edit::evict, Edit::encode};
+  for (std::size_t k = 0; k < 3; ++k) {
+    const Edit& e = edits[i + k];
+    if (e.verb != verbs[k] || e.layer != Edit::all_layers || e.list.index.extent[2] != (k == 0 ? 2 : 1)) return false;
+  }
+  return edits[i + 2].codec == 1;
 }
 
 bool Store::waits_for_pages(int slot) const {

@@ -12,9 +12,11 @@
 #include <kvlab/kv.hpp>
 #include <kvlab/stream.hpp>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -219,6 +221,12 @@ class Store {
   virtual Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // move
   virtual Applied edit_pages(const Edit& e,
                              const std::vector<std::int32_t>& slots) = 0;  // offload, recall, drop, encode
+  // Three edits of all layers as one: a move of a pair, an evict of a token and an encode of a page to the second
+  // codec, each of a head at most. nullopt = the device carries them out one by one.
+  virtual std::optional<Applied> step_down(const std::array<Edit, 3>& /*edits*/,
+                                           const std::vector<std::int32_t>& /*slots*/) {
+    return std::nullopt;
+  }
   virtual Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) = 0;    // place
   virtual Applied store_levels(const Edit& e, const std::vector<std::int32_t>& slots) = 0;   // store_as
   virtual Applied archive_heads(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // archive
@@ -341,6 +349,7 @@ class Store {
   void check_rewrite(const Edit& e, const std::vector<std::int32_t>& slots) const;
   void check_levels(const Edit& e, std::int64_t rows) const;
   void check_all_layers(const Edit& e) const;
+  static bool steps_down(const std::vector<Edit>& edits, std::size_t i);
   void check_archiving(const Edit& e) const;  // of archive, fetch, and edits that do not go with them
   void defer(const Edit& e, const std::vector<std::int32_t>& slots);
   void hold(const Edit& e, const std::vector<std::int32_t>& slots);

@@ -403,12 +403,12 @@ __device__ Place take_place(const RopeAppendArgs& a, int slot, int head, int n) 
   if (page >= a.table.extent[2]) return fail(append_no_page);
   PageEntry& e = a.table.data[slot * a.table.stride[0] + head * a.table.stride[1] + page * a.table.stride[2]];
   if (offset == 0) {
-    const int left = atomicSub(a.pool.free_count, 1);
-    if (left <= 0) {
-      atomicAdd(a.pool.free_count, 1);
+    const int next = atomicAdd(a.pool.taken, 1);
+    if (next >= *a.pool.given) {
+      atomicSub(a.pool.taken, 1);
       return fail(append_no_frame);
     }
-    p.frame = a.pool.free[left - 1];
+    p.frame = a.pool.at(next);
     p.codec = a.codec;
     PageEntry fresh;
     fresh.frame = p.frame;

@@ -8,10 +8,18 @@
 
 namespace kvlab::ops {
 
-// Free frames, all of one size. The kernel takes a frame from the end: free[--*free_count].
+// Free frames, all of one size: a circular list. Frames are taken at its start and given back at its end. Counts grow
+// alone, so a kernel may do both, if as many frames as it takes were free before it. The owner sets the counts back
+// before they overflow.
 struct FramePool {
-  std::int32_t* free = nullptr;  // frame numbers
-  std::int32_t* free_count = nullptr;
+  std::int32_t* ring = nullptr;                     // [capacity] frame numbers
+  std::int32_t *taken = nullptr, *given = nullptr;  // *given - *taken frames are free
+  std::int32_t capacity = 0;                        // no pool has more frames
+
+  // The place of the frame that is taken, or given back, behind i others.
+  constexpr std::int32_t& at(std::int32_t i) const {
+    return ring[static_cast<std::uint32_t>(i) % static_cast<std::uint32_t>(capacity)];
+  }
 };
 
 // Bits of *RopeAppendArgs::error. A token that could not be written changes neither page nor length.

@@ -335,8 +335,42 @@ class Both {
     });
   }
 
+  // What a decode step does to heads of all layers: a pair, a token that leaves, a page that is full or is not.
+  void step_down(const std::vector<std::int32_t>& rows) {
+    std::vector<test::PerHead> pairs, out, full;
+    const int p = f.options.shape.page_size, odds = 1 + pick(3);
+    for (int layer = 0; layer < f.options.shape.layers; ++layer)
+      for (const int slot : rows) {
+        test::PerHead of[3];
+        const PagedKv kv = cpu.view(layer, rows);
+        for (int h = 0; h < heads; ++h) {
+          for (auto& list : of) list.emplace_back();
+          int n = cpu.length(layer, slot, h);
+          if (n > 0 && pick(4) < odds) of[0].back() = {pick(n), pick(n)};
+          if (n > 0 && pick(4) < odds) of[1].back() = {pick(n--)};
+          // Mostly the page behind those of the second codec, as a policy would say.
+          const int pages = (n + p - 1) / p, next = kv.lower_pages(slot, h);
+          if (pages > 0 && pick(4) < odds) of[2].back() = {pick(4) && next < pages ? next : pick(pages)};
+        }
+        pairs.push_back(of[0]), out.push_back(of[1]), full.push_back(of[2]);
+      }
+    const BothLists moves(pairs, memory), leave(out, memory), lower(full, memory);
+    Edits a, b;
+    for (Edits* e : {&a, &b}) {
+      const bool host = e == &a;
+      e->for_all_layers();
+      e->move(TokenList{host ? moves.host : moves.device});
+      e->evict(TokenList{host ? leave.host : leave.device});
+      e->encode(PageList{host ? lower.host : lower.device}, 1);
+    }
+    REQUIRE(cpu.apply(a.all(), rows).fit == Fit::ok);
+    REQUIRE(cuda.apply(b.all(), rows).fit == Fit::ok);
+    memory.synchronize();
+  }
+
   void two_codecs(const std::vector<std::int32_t>& rows, int layer) {
-    const int what = pick(5);
+    const int what = pick(7);
+    if (what >= 5) return step_down(rows);
     if (what <= 1)
       encode(rows, layer);
     else if (what <= 3 && f.options.rope != RopeRegime::re_rotate)
