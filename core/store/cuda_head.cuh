@@ -68,20 +68,22 @@ __device__ inline bool put_element(std::byte* row, DType dtype, int d, float x) 
   return bits != before;
 }
 
-// Notes how many frames of a pool are in use before one is given back as number `given`. A kernel may take frames
-// meanwhile.
-__device__ inline void note_use(const CudaStoreLayer& s, int pool, int given) {
-  const int left = given - *static_cast<volatile std::int32_t*>(s.pool[pool].taken);
-  atomicMax(&s.counters->peak_frames[pool], s.counters->frames[pool] - left);
+// Makes place for frames of a pool that come back, and returns the first one's. takes: the kernel takes frames of the
+// pool, too. It notes how many are in use before.
+__device__ inline int place_back(const CudaStoreLayer& s, int pool, int count, bool takes = false) {
+  const ops::FramePool& of = s.pool[pool];
+  const int taken = takes ? *static_cast<volatile std::int32_t*>(of.taken) : atomicSub(of.taken, count),
+            given = takes ? atomicAdd(of.given, count) : *of.given;
+  atomicMax(&s.counters->peak_frames[pool], s.counters->frames[pool] - (given - taken));
+  return takes ? given : taken - count;
 }
 
 // The peak is noted here: the pool has fewest frames just before a kernel gives back its first one.
-__device__ inline void give_back(const CudaStoreLayer& s, int tier, PageEntry& e) {
+__device__ inline void give_back(const CudaStoreLayer& s, int tier, PageEntry& e, bool takes = false) {
   if (e.frame < 0) return;
   poison_frame(s, tier, e);
-  const int pool = pool_of(tier, e.codec), at = atomicAdd(s.pool[pool].given, 1);
-  s.pool[pool].at(at) = e.frame;
-  note_use(s, pool, at);
+  const int pool = pool_of(tier, e.codec);
+  s.pool[pool].at(place_back(s, pool, 1, takes)) = e.frame;
   e = PageEntry{};
 }
 
@@ -91,10 +93,7 @@ __device__ inline void give_all_back(const CudaStoreLayer& s, int pool, const Pa
   if (count == 0) return;
   for (int i = mine; s.poison && i < count; i += threads) poison_frame(s, 0, entries[i]);
   __syncthreads();  // of the call before
-  if (mine == 0) {
-    at = atomicAdd(s.pool[pool].given, count);
-    note_use(s, pool, at);
-  }
+  if (mine == 0) at = place_back(s, pool, count);
   __syncthreads();
   for (int i = mine; i < count; i += threads) s.pool[pool].at(at + i) = entries[i].frame;
 }

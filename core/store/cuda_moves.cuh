@@ -5,8 +5,8 @@
 namespace kvlab::device_store {
 
 // Evicts at most one token of a head: its last token takes the place. Returns whether one left. rank [place] moves too,
-// unless it is null.
-template <class Unit, bool Mixed>
+// unless it is null. Lowers: the kernel takes frames of the second codec.
+template <class Unit, bool Mixed, bool Lowers = false>
 __device__ bool evict_one(const CudaStoreLayer& s, const CudaStoreList& a, int row, int head, std::int32_t* rank,
                           int lane) {
   const int count = a.count(row, head), p = s.layout.page_size;
@@ -38,7 +38,8 @@ __device__ bool evict_one(const CudaStoreLayer& s, const CudaStoreList& a, int r
   if (lane == 0) {
     *h.length = from;
     if (emptied) {
-      for (int tier = 0; tier < 2; ++tier) give_back(s, tier, h.table[tier][last]);
+      for (int tier = 0; tier < 2; ++tier)
+        give_back(s, tier, h.table[tier][last], Lowers && h.table[tier][last].codec > 0);
       if (h.lower_pages) *h.lower_pages = min(*h.lower_pages, last);
       fewer_pages(s, 1);
     } else {

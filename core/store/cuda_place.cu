@@ -354,14 +354,15 @@ __global__ void __launch_bounds__(ops::rebuild_threads)
 }
 
 __global__ void __launch_bounds__(1024) take_back_kernel(const __grid_constant__ CudaStoreLayer s) {
-  const int count = *s.returned_count, given = *s.pool[0].given;
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x))
-    s.pool[0].at(given + i) = s.returned[i];
+  __shared__ int at;
+  const int count = *s.returned_count;
+  if (count == 0) return;
+  if (threadIdx.x == 0) at = place_back(s, 0, count);
   __syncthreads();
-  if (threadIdx.x != 0 || count == 0) return;
-  *s.pool[0].given = given + count;
-  *s.returned_count = 0;
-  note_use(s, 0, given);
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x))
+    s.pool[0].at(at + i) = s.returned[i];
+  __syncthreads();
+  if (threadIdx.x == 0) *s.returned_count = 0;
 }
 
 __global__ void mark_kernel(const __grid_constant__ Heads heads, const __grid_constant__ CudaStoreRows r,

@@ -1,6 +1,6 @@
 // What a decode step changes in the heads of a cache of two codecs, in one launch for all layers, heads and rows: a
-// token becomes low, a token leaves, a page of low tokens that is full takes the second codec. Heads take frames and
-// give some back beside each other, which the pools' circular lists allow.
+// token becomes low, a token leaves, a page of low tokens that is full takes the second codec. Heads take frames of the
+// second codec beside others that give some back.
 #include "base/cuda.cuh"
 #include "ops/page/paged.hpp"
 #include "store/cuda_lower.cuh"
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(warps * 32)
   if (row >= a.move.rows) return;
   const bool moved = swap_pairs<unsigned, true>(s, a.move, row, head, lane);
   __syncwarp();
-  const bool left = evict_one<unsigned, true>(s, a.evict, row, head, nullptr, lane);
+  const bool left = evict_one<unsigned, true, true>(s, a.evict, row, head, nullptr, lane);
   __syncwarp();
   const bool lowered = lower_page(s, a.lower, row, head, runs, lane);
   if (lane != 0) return;

@@ -201,7 +201,10 @@ void CudaStore::make_pool(CudaPool pool, std::int64_t frames, std::int64_t place
   free_[t] = StreamMemory(stream_, static_cast<std::size_t>(std::max<std::int64_t>(1, places)) * sizeof(std::int32_t));
   copy_memory(free_[t].as<>(), numbers.data(), numbers.size() * sizeof(std::int32_t), stream_);
   capacity_[t] = frames;
-  known_.given[t] = known_.frames[t] = static_cast<std::int32_t>(frames);
+  known_.frames[t] = static_cast<std::int32_t>(frames);
+  known_.taken[t] = places_of(t);
+  known_.given[t] = known_.taken[t] + known_.frames[t];
+  copy_memory(&counters_.as<CudaStoreCounters>()->taken[t], &known_.taken[t], sizeof known_.taken[t], stream_);
   copy_memory(&counters_.as<CudaStoreCounters>()->given[t], &known_.given[t], sizeof known_.given[t], stream_);
   copy_memory(&counters_.as<CudaStoreCounters>()->frames[t], &known_.frames[t], sizeof known_.frames[t], stream_);
   synchronize(stream_);
@@ -443,14 +446,15 @@ void CudaStore::update() {
   throw Error(Errc::internal, "store: a kernel found no place for a token (error " + std::to_string(error) + ")");
 }
 
-// Between two updates no count grows by more than twice the pool's capacity: frames that are given back are no frames
-// that the host knows to be free.
+// Between two updates no count falls by more than a pool's capacity, nor grows by more than twice as much: frames that
+// come back are none that the host knows to be free.
 void CudaStore::set_back_counts() {
   auto* counters = counters_.as<CudaStoreCounters>();
   for (std::size_t t = 0; t < pools; ++t) {
-    const std::int32_t rounds = places_of(t) > 0 ? known_.taken[t] / places_of(t) * places_of(t) : 0;
-    if (rounds == 0) continue;
-    known_.taken[t] -= rounds, known_.given[t] -= rounds;
+    const std::int32_t places = places_of(t);
+    if (places == 0 || known_.taken[t] / places == 1) continue;
+    const std::int32_t by = (known_.taken[t] / places - 1) * places;
+    known_.taken[t] -= by, known_.given[t] -= by;
     copy_memory(&counters->taken[t], &known_.taken[t], sizeof known_.taken[t], stream_);
     copy_memory(&counters->given[t], &known_.given[t], sizeof known_.given[t], stream_);
   }
@@ -717,11 +721,7 @@ std::int64_t CudaStore::lower_room(const std::vector<std::int32_t>& slots) const
 void CudaStore::advanced(bool decode) {
   // Bounds on lengths grow with each token even if evictions keep the heads as short, so the host reads the lengths.
   constexpr int steps = 32;
-  if (decode && ++since_refresh_ < steps * static_cast<int>(std::count(used_.begin(), used_.end(), true))) return;
-  update();
-  // Frames come back at the end of a list, whatever extent they are of.
-  if (decode && two_codecs())
-    for (const CudaPool pool : {device_pool, lower_pool}) arrange(pool);
+  if (!decode || ++since_refresh_ >= steps * static_cast<int>(std::count(used_.begin(), used_.end(), true))) update();
 }
 
 std::int64_t CudaStore::fired() const {

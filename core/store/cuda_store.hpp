@@ -145,7 +145,7 @@ class CudaStore final : public Store {
   StreamMemory empty_table(std::size_t bytes) const;
   void update();  // makes the host's counts and lengths exact; throws the errors that kernels noted
   void refresh() const { const_cast<CudaStore*>(this)->update(); }
-  void set_back_counts();  // of pools, which grow alone
+  void set_back_counts();  // of pools, by whole rounds of their lists
   // Room for frame numbers in a pool's list.
   std::int32_t places_of(std::size_t pool) const {
     return static_cast<std::int32_t>(free_[pool].bytes() / sizeof(std::int32_t));

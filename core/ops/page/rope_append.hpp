@@ -8,15 +8,15 @@
 
 namespace kvlab::ops {
 
-// Free frames, all of one size: a circular list. Frames are taken at its start and given back at its end. Counts grow
-// alone, so a kernel may do both, if as many frames as it takes were free before it. The owner sets the counts back
-// before they overflow.
+// Free frames, all of one size: a circular list. Frames are taken at its start. They are given back there, so that they
+// are the next ones to be taken. A kernel that also takes frames gives them back at the end. Then as many frames as it
+// takes must be free before it. The owner keeps both counts from 0 on and from overflow.
 struct FramePool {
   std::int32_t* ring = nullptr;                     // [capacity] frame numbers
   std::int32_t *taken = nullptr, *given = nullptr;  // *given - *taken frames are free
   std::int32_t capacity = 0;                        // no pool has more frames
 
-  // The place of the frame that is taken, or given back, behind i others.
+  // The place of frame i: *taken is that of the next one, *given is behind the last one.
   constexpr std::int32_t& at(std::int32_t i) const {
     return ring[static_cast<std::uint32_t>(i) % static_cast<std::uint32_t>(capacity)];
   }
