@@ -1,5 +1,6 @@
 // The store's kernels. One block or one warp handles a head of a row. Heads share only the pools. Kernels change a
-// pool's counts atomically. The plan of an append runs in one block and takes frames without atomics.
+// pool's counts atomically. None but that of step_down both takes frames of a pool and gives some back. The plan of an
+// append runs in one block and takes frames without atomics.
 #include <algorithm>
 #include <string>
 
