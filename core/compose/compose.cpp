@@ -14,7 +14,9 @@
 #include "base/log.hpp"
 #include "base/part_timer.hpp"
 #include "base/stream_memory.hpp"
+#include "compose/aged.hpp"
 #include "compose/over_layers.hpp"
+#include "compose/row_coded.hpp"
 #include "compose/second_stage.hpp"
 #include "ops/page/final_list.hpp"
 #include "ops/select/allot.hpp"
@@ -244,13 +246,8 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     if (parts_.host && !parts_.selector && step.layer >= dense_layers_) place_rest(step, left, nullptr, edits, s);
   }
 
-  // A step adds one token to a head, so at most one page ages.
   void finish_step(const Step& step, Edits& edits, Stream s) override {
-    if (!ages_) return;
-    const PageList aged = step.list<PageList>("aged pages", 1);
-    ops::aged_pages(step.pages, {}, parts_.codec->residual(), aged, s);
-    edits.for_all_layers();
-    edits.encode(aged, 1);
+    if (ages_) encode_aged(step, parts_.codec->residual(), edits, s);
   }
 
   int before_step(const StepCounters& c) override {
@@ -329,11 +326,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
 
   // Of a prompt's last chunk. left: tokens after this callback's eviction, empty without one.
   void end_prompt(const LayerKv& kv, View<const std::int32_t, 2> left, Edits& edits, Stream s) {
-    if (ages_) {
-      const PageList aged = kv.list<PageList>("aged pages", shape_.max_pages());
-      ops::aged_pages(kv.pages, left, parts_.codec->residual(), aged, s);
-      edits.encode(aged, 1);
-    }
+    if (ages_) encode_aged(kv, left, parts_.codec->residual(), edits, s);
     if (!parts_.host || kv.layer < dense_layers_) return;
     if (parts_.selector)
       edits.place(no_pages(kv, s), {.room = room_of(kv)});
@@ -627,6 +620,14 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
 
 }  // namespace
 
+const char* no_host_codec(const Codec& codec) {
+  if (codes_rows(codec))
+    return "got a codec with a format of its own for pages on the host, wanted one that core stores as codes";
+  if (pages_age(codec))
+    return "got a codec with a residual or with groups for pages on the host, wanted one that encodes token by token";
+  return nullptr;
+}
+
 std::unique_ptr<Policy> compose(Composition parts) {
   auto refuse = [&](const std::string& what) { throw Error(Errc::config, what, parts.name); };
   if (parts.scorer && parts.selector)
@@ -635,12 +636,11 @@ std::unique_ptr<Policy> compose(Composition parts) {
     refuse(
         "got a budget split that gives the KV heads of a layer different numbers, wanted one that gives them the "
         "same: the scorer needs heads that hold the same tokens");
-  if (parts.host_codec && pages_age(*parts.host_codec))
-    refuse("got a codec with a residual or with groups for pages on the host, wanted one that encodes token by token");
+  if (const char* why = parts.host_codec ? no_host_codec(*parts.host_codec) : nullptr) refuse(why);
   if (parts.codec && parts.codec->spec().packs)
     refuse("got a codec that packs pages for those on the device, wanted placement: {tier: host, codec: NAME}");
   if (parts.host_codec && parts.host_codec->spec().packs) {
-    if (parts.codec) refuse("got a codec beside one that packs pages on the host, wanted pages in the run's dtype");
+    if (parts.codec) refuse(packs_beside_codes);
     if (parts.scorer)
       refuse(
           "got a scorer and a codec that packs pages on the host, wanted a selector: packed pages keep their tokens");

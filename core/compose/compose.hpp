@@ -17,6 +17,11 @@ namespace kvlab {
 // second codec: that of the newest tokens.
 inline bool pages_age(const Codec& codec) { return codec.residual() > 0 || codec.spec().grouped(); }
 
+// Why pages on the host do not take the codec; null = they do.
+const char* no_host_codec(const Codec& codec);
+inline constexpr const char* packs_beside_codes =
+    "got a codec beside one that packs pages on the host, wanted pages in the run's dtype";
+
 struct Composition {
   Instance<Scorer> scorer;
   Instance<Rescorer> rescorer;  // of the scorer's tokens

@@ -55,7 +55,9 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   s.offloads = offloads(policy);
   s.functional = needs.functional();
   s.rebuilds_keys = needs.rebuilds_keys();
-  s.spill = o.spill;
+  // Which pages have been in another codec must not follow from how short memory is.
+  const bool rounds = needs.host_pages() && !s.codecs.front().stores_as(s.host_codec);
+  s.spill = rounds ? Spill::always : o.spill;
   s.copy_by_host = o.copy_by_host;
   return s;
 }
@@ -129,8 +131,9 @@ void check_reads(const char* callback, const Edits& edits) {
 void check_step(const char* callback, const Edits& edits) {
   for (const Edit& e : edits.all())
     if (e.verb == Edit::rewrite)
-      throw Error(Errc::plugin,
-                  std::string(callback) + ": got a rewrite, wanted it in prefill() or finish_prompt() alone");
+      throw Error(Errc::plugin, std::string(callback) +
+                                    ": got a rewrite, wanted it in prefill() or finish_prompt() alone, or in "
+                                    "observe() of a policy that is not capturable");
 }
 
 // Runs body(). An error of the store about a policy's edits gets the name of their author.
@@ -183,8 +186,10 @@ CacheMemory Engine::memory(const Model& model, Policy& policy, const EngineOptio
   m.mass = mass_bytes(s, needs.any_mass());
   m.scratch_of_callback =
       number * s.query_heads * (needs.scratch_numbers() * slots * s.max_tokens + std::int64_t{s.head_dim} * s.head_dim);
+  // A policy that is not capturable may rewrite in steps, which have rows of all sequences.
   if (needs.functional() || needs.rebuilds_keys())
-    m.scratch_of_callback += 2 * number * s.kv_heads * s.head_dim * s.max_tokens;
+    m.scratch_of_callback +=
+        2 * number * s.kv_heads * s.head_dim * s.max_tokens * (needs.functional() && !needs.capturable() ? slots : 1);
   if (needs.output_projection()) m.scratch_of_callback += Projection::scratch_bytes(s, model.config.hidden);
   m.scratch = m.scratch_of_callback * (needs.observe_beside() ? 2 : 1);
   m.frame = taken.frame;
@@ -760,7 +765,7 @@ Fit Engine::observe(const DecodeLayer& l) {
     Edits edits(l.layer);
     policy_->observe(layer_step(l), edits, stream_);
     check_reads("observe", edits);
-    check_step("observe", edits);
+    if (needs_.capturable()) check_step("observe", edits);
     return apply_after("observe", edits.all(), *l.slots);
   }
   late_layers_.push_back(l);

@@ -7,8 +7,9 @@
 
 #include "compose/coded.hpp"
 #include "compose/compose.hpp"
-#include "compose/forwarding.hpp"
 #include "compose/pruning.hpp"
+#include "compose/row_coded.hpp"
+#include "plugin/tokens_stay.hpp"
 
 namespace kvlab {
 namespace {
@@ -21,40 +22,33 @@ Instance<Interface> make(const std::optional<PluginUse>& use, const PluginCatalo
   return create<Interface>(*info, use->params);
 }
 
-// A policy plugin whose pages on the host are packed.
-class Packed final : public ForwardingPolicy {
- public:
-  Packed(std::shared_ptr<Policy> inner, const CodecSpec& codec) : ForwardingPolicy(std::move(inner)), codec_(codec) {}
-  CodecSpec host_codec() const override { return codec_; }
+[[noreturn]] void refuse_rows(const std::string& name, const char* what) {
+  throw Error(Errc::config, std::string("got a codec with a format of its own ") + what, name);
+}
 
- private:
-  CodecSpec codec_;
-};
-
-std::shared_ptr<Policy> packed(std::shared_ptr<Policy> policy, const PolicySpec& spec, const PluginCatalog& catalog) {
-  const Instance<Codec> codec = make<Codec>(spec.placement.codec, catalog);
-  if (!codec->spec().packs)
-    throw Error(Errc::config,
-                "got codec '" + spec.placement.codec->name + "' for pages on the host beside policy '" +
-                    spec.policy->name +
-                    "', wanted one that packs them without loss: the policy says how pages are kept",
-                spec.name);
-  if (!policy->needs().host_pages())
-    throw Error(Errc::config,
-                "got a codec for pages on the host beside policy '" + spec.policy->name +
-                    "', wanted none: it places no pages there",
-                spec.name);
-  return std::make_shared<Packed>(std::move(policy), codec->spec());
+// A policy of roles whose codec has a format of its own.
+std::shared_ptr<Policy> with_rows(Composition parts, Instance<Codec> codec) {
+  const auto refuse = [&](const char* what) { refuse_rows(parts.name, what); };
+  if (parts.scorer)
+    refuse("beside a scorer, wanted full or a selector: it goes by the order of the text, and a scorer evicts");
+  if (parts.host || parts.host_codec) refuse("and placement on the host, wanted pages on the device");
+  return row_coded(compose(std::move(parts)), std::move(codec));
 }
 
 std::shared_ptr<Policy> join(const PolicySpec& spec, const PluginCatalog& catalog, std::optional<Injection> injection) {
   if (spec.policy) {
     std::shared_ptr<Policy> policy = make<Policy>(spec.policy, catalog);
-    if (spec.codec && spec.placement.codec)
-      throw Error(Errc::config, "got a codec beside one that packs pages on the host, wanted pages in the run's dtype",
-                  spec.name);
-    if (spec.codec) policy = coded(std::move(policy), *make<Codec>(spec.codec, catalog), spec.name);
-    if (spec.placement.codec) policy = packed(std::move(policy), spec, catalog);
+    Instance<Codec> codec = make<Codec>(spec.codec, catalog);
+    if (codec && codes_rows(*codec)) {
+      if (!tokens_stay(*policy))
+        refuse_rows(spec.name,
+                    "beside a policy plugin, wanted full, a selector, or a policy that keeps all tokens on the device: "
+                    "it goes by the order of the text");
+      if (spec.placement.codec) refuse_rows(spec.name, "and placement on the host, wanted pages on the device");
+      policy = row_coded(std::move(policy), std::move(codec));
+    } else if (spec.codec || spec.placement.codec) {
+      policy = coded(std::move(policy), codec.get(), make<Codec>(spec.placement.codec, catalog).get(), spec.name);
+    }
     if (!injection) return policy;
     return injected(std::move(policy), spec.name, std::move(*injection));
   }
@@ -71,6 +65,11 @@ std::shared_ptr<Policy> join(const PolicySpec& spec, const PluginCatalog& catalo
   parts.resident_tokens = spec.placement.resident;
   parts.injection = std::move(injection);
   parts.name = spec.name;
+  if (parts.codec && codes_rows(*parts.codec)) {
+    Instance<Codec> codec = std::move(parts.codec);
+    parts.codec = {};
+    return with_rows(std::move(parts), std::move(codec));
+  }
   return compose(std::move(parts));
 }
 
@@ -80,8 +79,9 @@ std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog
                                      std::optional<Injection> injection) {
   std::shared_ptr<Policy> policy = join(spec, catalog, std::move(injection));
   if (spec.pruner)
-    policy = pruned(std::move(policy), make<Pruner>(spec.pruner, catalog),
-                    {.whole = !spec.policy && !spec.selector, .encodes = !spec.policy, .name = spec.name});
+    policy =
+        pruned(std::move(policy), make<Pruner>(spec.pruner, catalog),
+               {.whole = !spec.policy && !spec.selector, .encodes = !spec.policy || spec.codec, .name = spec.name});
   const bool needed = policy->needs().profile();
   if (needed && spec.profile.empty())
     throw Error(Errc::config,

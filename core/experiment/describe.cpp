@@ -9,6 +9,7 @@
 #include "base/content_hash.hpp"
 #include "base/text.hpp"
 #include "compose/coded.hpp"
+#include "compose/row_coded.hpp"
 #include "experiment/entry_keys.hpp"
 #include "ops/page/paged.hpp"
 #include "plugin/library_note.hpp"
@@ -231,6 +232,16 @@ std::string summary_text(const Needs& n) {
   return n.summary_bits() == 8 ? std::string(what) + ", in codes of 8 bits" : what;
 }
 
+// Whether cells with it carry the label `functional`, with default parameters.
+bool is_functional(const PluginInfo& plugin) {
+  try {
+    if (plugin.role == Role::codec) return codes_rows(*create<Codec>(plugin, resolve(plugin, {})));
+    return plugin.role == Role::policy && needs_of(plugin).functional();
+  } catch (const Error&) {  // not known without its parameters
+    return false;
+  }
+}
+
 // With default parameters.
 std::string needs_text(const PluginInfo& plugin) {
   try {
@@ -281,6 +292,8 @@ std::string needs_text(const PluginInfo& plugin) {
 
 // How a codec with default parameters stores K and V.
 std::string stores_text(const PluginInfo& plugin) {
+  if (is_functional(plugin))
+    return table({{"functional", "what its own codes give back, in the run's dtype; it saves no bytes"}}, "  ");
   try {
     const CodecSpec spec = create<Codec>(plugin, resolve(plugin, {}))->spec();
     const auto side = [](CodecSide s) {
@@ -328,8 +341,7 @@ std::vector<EntryKey> keys_without(std::initializer_list<std::string_view> some)
   return keys;
 }
 
-// The keys that an entry of the plugin takes. A policy of its own has no parts but a codec, and of placements a
-// lossless link alone.
+// The keys that an entry of the plugin takes. A policy of its own has no parts but codecs.
 std::vector<EntryKey> keys_of(const PluginInfo& plugin) {
   std::vector<EntryKey> keys =
       plugin.role == Role::policy   ? keys_without({"scorer", "selector", "rescorer", "schedule"})
@@ -339,7 +351,7 @@ std::vector<EntryKey> keys_of(const PluginInfo& plugin) {
     if (plugin.role != Role::scorer && key.name == std::string_view("budget"))
       key.form = unsplit_budget;
     else if (plugin.role == Role::policy && key.name == std::string_view("placement"))
-      key = {"placement", "{tier: host, codec: NAME}", "a codec that packs pages on the host without loss"};
+      key = {"placement", "{tier: host, codec: NAME}", "the codec of the pages that it keeps on the host"};
   try {
     const Needs needs = needs_of(plugin);
     std::erase_if(keys, [&](const EntryKey& k) {
@@ -433,7 +445,8 @@ std::string list_text(Registry& registry, const std::string& kind) {
     rows.push_back({"full", name_of(Role::policy), KVLAB_VERSION, "kvlab", full_help});
   for (const Role role : roles)
     for (const PluginInfo* p : registry.list(role))
-      rows.push_back({p->name, name_of(p->role), p->version, library_text(*p), p->help});
+      rows.push_back({p->name, name_of(p->role) + std::string(is_functional(*p) ? ", functional" : ""), p->version,
+                      library_text(*p), p->help});
   return table(rows, "") + diagnostics_text(registry);
 }
 
@@ -443,6 +456,7 @@ std::string list_json(Registry& registry, const std::string& kind) {
     for (const PluginInfo* p : registry.list(role)) {
       Json head = head_json(*p);
       head["library"] = library_text(*p);
+      if (is_functional(*p)) head["functional"] = true;
       roles.emplace_back(std::move(head), &p->params);
     }
   return roles_json(roles, "") + "\n";

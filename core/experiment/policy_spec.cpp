@@ -81,8 +81,8 @@ void check_combination(const Node& entry, const Node& body, Problems& problems, 
     problems.add(place(policy.scorer ? "scorer" : "selector"),
                  fmt::format("got policy '{}' with a scorer or selector, wanted it alone: it is a whole life cycle",
                              policy.policy->name));
-  const bool packs = policy.placement.codec && policy.placement.resident == 0;  // a lossless link (build_policy)
-  if (policy.policy && body.find("placement") && !packs)
+  const bool codes = policy.placement.codec && policy.placement.resident == 0;  // of its own pages there (build_policy)
+  if (policy.policy && body.find("placement") && !codes)
     problems.add(place("placement"),
                  fmt::format("got a placement beside policy '{}', wanted none: a policy plugin alone "
                              "says where its pages are kept",

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 #include <kvlab/error.hpp>
+#include <kvlab/row_codec.hpp>
 
 #include <algorithm>
 #include <cstdint>
@@ -22,6 +23,7 @@
 #include "plugin/in_prompts.hpp"
 #include "plugin/loader.hpp"
 #include "plugin/steady_split.hpp"
+#include "plugin/tokens_stay.hpp"
 #include "plugin/verified.hpp"
 
 namespace kvlab {
@@ -301,9 +303,46 @@ class GuardedCodec final : public Guard<Codec> {
   }
 };
 
-class GuardedPolicy final : public Guard<Policy>, public EditsAuthor, public BeforeStep, public ChoosesInPrompts {
+class GuardedRowCodec final : public RowCodec {
+ public:
+  GuardedRowCodec(const PluginInfo& plugin, Instance<Codec> object, RowCodec& rows)
+      : who_(plugin.name, plugin.library), object_(std::move(object)), rows_(rows) {}
+  ~GuardedRowCodec() override {
+    who_.call("destructor", [&] { object_.reset(); });
+  }
+  int residual() const override {
+    return who_.call("residual", [&] { return rows_.residual(); });
+  }
+  void attach(const Shape& shape) override {
+    who_.call("attach", [&] { rows_.attach(shape); });
+  }
+  int coded(KvSide side, int tokens) const override {
+    const int n = who_.call("coded", [&] { return rows_.coded(side, tokens); });
+    if (n < 0 || n > tokens)
+      who_.refuse("coded", fmt::format("got {} of {} tokens, wanted none below 0 and at most all", n, tokens));
+    return n;
+  }
+  std::vector<std::byte> encode(KvSide side, View<const float, 2> rows) const override {
+    return who_.call("encode", [&] { return rows_.encode(side, rows); });
+  }
+  void decode(KvSide side, const std::vector<std::byte>& codes, View<float, 2> rows) const override {
+    who_.call("decode", [&] { rows_.decode(side, codes, rows); });
+  }
+
+ private:
+  Callee who_;
+  Instance<Codec> object_;
+  RowCodec& rows_;  // the same object
+};
+
+class GuardedPolicy final : public Guard<Policy>,
+                            public EditsAuthor,
+                            public BeforeStep,
+                            public ChoosesInPrompts,
+                            public TokensStay {
  public:
   using Guard::Guard;
+  bool tokens_stay() const override { return kvlab::tokens_stay(*object_); }
   int before_step(const StepCounters& c) override { return prepare(c); }
   std::string author() const override { return who_.where(latest_); }
   Needs needs() const override {
@@ -486,7 +525,10 @@ Instance<Selector> guarded(const PluginInfo& plugin, Instance<Selector> object) 
   return behind<Selector, GuardedSelector>(plugin, std::move(object));
 }
 Instance<Codec> guarded(const PluginInfo& plugin, Instance<Codec> object) {
-  return behind<Codec, GuardedCodec>(plugin, std::move(object));
+  auto* rows = dynamic_cast<RowCodec*>(object.get());
+  if (!rows) return behind<Codec, GuardedCodec>(plugin, std::move(object));
+  Codec* guard = new GuardedRowCodec(plugin, std::move(object), *rows);
+  return Instance<Codec>(guard, PluginDeleter{nullptr, [](void* p) { delete static_cast<Codec*>(p); }});
 }
 Instance<Policy> guarded(const PluginInfo& plugin, Instance<Policy> object) {
   return behind<Policy, GuardedPolicy>(plugin, std::move(object));

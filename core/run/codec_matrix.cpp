@@ -208,9 +208,9 @@ std::string codec_page(const std::vector<CodecTable>& tables, const std::string&
              "number:\n"
              "core refuses it before a run, for the reason below. A split or a rescorer stands beside the first "
              "scorer\n"
-             "that takes it, of those that evict nothing in decode steps if there is one. A policy that places its "
-             "pages\n"
-             "on the host takes no other placement, and the first column of the second table is that policy alone.\n",
+             "that takes it, of those that evict nothing in decode steps if there is one. For a policy that "
+             "places its\n"
+             "pages on the host, the first column of the second table is that policy alone.\n",
              made_for) +
          body;
 }

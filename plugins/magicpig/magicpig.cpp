@@ -1,6 +1,7 @@
 // MagicPIG: each query head samples keys of the prompt by collisions of hashes, and attention corrects for the chance
 // that a key had. Chen et al., ICLR 2025. Nothing is evicted, and nothing leaves the device.
 #include <kvlab/hashes.hpp>
+#include <kvlab/keeps_tokens.hpp>
 #include <kvlab/layer_list.hpp>
 #include <kvlab/plugin.hpp>
 
@@ -10,7 +11,7 @@
 
 namespace {
 
-class MagicPig final : public kvlab::Policy {
+class MagicPig final : public kvlab::Policy, public kvlab::KeepsTokens {
  public:
   explicit MagicPig(const kvlab::Params& p)
       : rule_{p.get<int>("bits"), p.get<int>("tables"), static_cast<std::uint64_t>(p.get<int>("seed"))},

@@ -1,5 +1,6 @@
 // SparQ: a few components of the query, the largest of its group, score all keys. Attention reads the best tokens.
 // The mean of all values takes the place of what it leaves out. Ribar et al., ICML 2024.
+#include <kvlab/keeps_tokens.hpp>
 #include <kvlab/key_copies.hpp>
 #include <kvlab/left_out.hpp>
 #include <kvlab/plugin.hpp>
@@ -15,7 +16,7 @@ namespace {
 using kvlab::BudgetAmount;
 using kvlab::Scores;
 
-class SparQ final : public kvlab::Policy, public kvlab::PreparesSteps {
+class SparQ final : public kvlab::Policy, public kvlab::KeepsTokens, public kvlab::PreparesSteps {
  public:
   explicit SparQ(const kvlab::Params& p)
       : rank_(p.get<int>("rank")),

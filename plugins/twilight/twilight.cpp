@@ -1,5 +1,6 @@
 // Twilight: pages are candidates, and attention reads the fewest of their tokens whose weights make up a share p. Lin
 // et al., NeurIPS 2025. Its base selection is Quest's.
+#include <kvlab/keeps_tokens.hpp>
 #include <kvlab/key_copies.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/step_numbers.hpp>
@@ -22,7 +23,7 @@ struct kvlab::Choices<Estimate> {
 
 namespace {
 
-class Twilight final : public kvlab::Policy, public kvlab::PreparesSteps {
+class Twilight final : public kvlab::Policy, public kvlab::KeepsTokens, public kvlab::PreparesSteps {
  public:
   explicit Twilight(const kvlab::Params& p)
       : p_(p.get<bool>("top_p") ? p.get<float>("p") : 1),

@@ -196,10 +196,10 @@ class Edits {
   // Errc::plugin too. With next_attention the tokens travel beside the rest of the step. Until it ends, ops may read
   // the tokens before or those after.
   void fetch(const TokenList& places, const Fetching& how) { push(Edit::fetch, places, how.when).heads = how.heads; }
-  // At once: every token of every head gets the key or value that `rows` has at its place, stored in the cache's dtype.
-  // rows: [row, kv_head, token, head_dim], as ops::read_rows gives them. A row that stays keeps its bits. Positions and
-  // token state stay, summaries follow, and copies on the host are freed. Every page must be on the device. Only
-  // prefill() and finish_prompt() may rewrite; else Errc::plugin. Needs::functional or rebuilds_keys is needed.
+  // At once: every token of every head gets the key or value that `rows` has at its place, in the cache's dtype. rows:
+  // [row, kv_head, token, head_dim], as ops::read_rows gives them. A row that stays keeps its bits. Positions and token
+  // state stay, summaries follow, copies on the host are freed. Every page must be on the device. prefill(),
+  // finish_prompt() and, without capturable, observe() may; else Errc::plugin. Needs functional or rebuilds_keys.
   void rewrite(KvSide side, View<const float, 4> rows) {
     Edit& e = push(Edit::rewrite, {}, {});
     e.side = side;

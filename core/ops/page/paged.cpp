@@ -15,25 +15,6 @@
 namespace kvlab::ops {
 namespace {
 
-template <int bits>
-void pack(const std::uint8_t* codes, int dim, std::byte* row) {
-  constexpr int each = 8 / bits;
-  for (int i = 0; i < dim / each; ++i) {
-    unsigned byte = 0;
-    for (int j = 0; j < each; ++j) byte |= static_cast<unsigned>(codes[i * each + j]) << bits * j;
-    row[i] = static_cast<std::byte>(byte);
-  }
-}
-
-void pack(const std::uint8_t* codes, int dim, int bits, std::byte* row) {
-  if (bits == 2)
-    pack<2>(codes, dim, row);
-  else if (bits == 4)
-    pack<4>(codes, dim, row);
-  else
-    pack<8>(codes, dim, row);
-}
-
 // Stores the scale and zero of numbers between lo and hi, and returns them as stored.
 CodeScale put_scale(CodecSide side, float lo, float hi, std::byte* meta) {
   const CodeScale exact = code_scale(side, lo, hi);
@@ -82,13 +63,11 @@ void encode_channels(const float* x, const PageLayout& l, bool key, std::byte* f
 
 void lower_codes(const std::byte* from, const std::byte* from_meta, CodecSide of, std::byte* to, std::byte* to_meta,
                  CodecSide side, int dim) {
-  const int ratio = code_ratio(of, side);
-  std::uint8_t codes[256];
-  for (int d = 0; d < dim; ++d) codes[d] = static_cast<std::uint8_t>(lowered(code_at(of, from, d), ratio));
-  pack(codes, dim, side.bits, to);
+  row_kernels().lower(reinterpret_cast<const std::uint8_t*>(from), dim * of.bits / 8, of.bits, side.bits,
+                      reinterpret_cast<std::uint8_t*>(to));
   std::uint16_t meta[2];
   std::memcpy(meta, from_meta, 4);
-  meta[0] = float_to_half(lowered_scale(half_to_float(meta[0]), ratio));
+  meta[0] = float_to_half(lowered_scale(half_to_float(meta[0]), code_ratio(of, side)));
   std::memcpy(to_meta, meta, 4);
 }
 

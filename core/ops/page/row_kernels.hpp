@@ -73,6 +73,9 @@ struct RowKernels {
   // zero: one of all numbers, or with `each` one for each.
   void (*encode)(const float* x, int n, RowKind kind, const float* scale, const float* zero, bool each,
                  std::uint8_t* out);
+  // From codes of 8 bits to 4 or 2, or of 4 bits to 2: `bytes` bytes of packed codes become lowered() ones, packed.
+  // bytes is a multiple of 4.
+  void (*lower)(const std::uint8_t* codes, int bytes, int bits, int fewer, std::uint8_t* out);
 };
 
 const RowKernels& row_kernels();  // the fastest that this CPU runs, or those that KVLAB_ROWS names

@@ -921,10 +921,63 @@ void encode(const float* x, int n, RowKind kind, const float* scale, const float
   }
 }
 
+using W = std::uint16_t __attribute__((vector_size(lanes * 4)));
+using B = std::uint8_t __attribute__((vector_size(lanes * 2)));
+
+// Two bytes of codes in each word become their lowered() ones in its low bits. A product and a shift divide: they are
+// exact for all codes.
+template <int bits, int fewer>
+KVLAB_INLINE W lowered_words(W w) {
+  if constexpr (bits == 8 && fewer == 4)
+    return ((w & 0xff) + 8) * 241 >> 12 | ((w >> 8) + 8) * 241 >> 12 << 4;
+  else if constexpr (bits == 8)
+    return ((w & 0xff) + 42) * 193 >> 14 | ((w >> 8) + 42) * 193 >> 14 << 2;
+  else
+    return ((w & 15) + 2) * 13 >> 6 | ((w >> 4 & 15) + 2) * 13 >> 6 << 2 | ((w >> 8 & 15) + 2) * 13 >> 6 << 4 |
+           ((w >> 12) + 2) * 13 >> 6 << 6;
+}
+
+// lanes * 4 bytes.
+template <int bits, int fewer>
+KVLAB_INLINE void lower_vector(const std::uint8_t* codes, std::uint8_t* out) {
+  W w;
+  std::memcpy(&w, codes, sizeof w);
+  w = lowered_words<bits, fewer>(w);
+  if constexpr (bits == 8 && fewer == 2) {  // half a byte in each word
+    U u;
+    std::memcpy(&u, &w, sizeof u);
+    store_bytes((u | u >> 12) & 0xffu, out);
+  } else {
+    const B bytes = __builtin_convertvector(w, B);
+    std::memcpy(out, &bytes, sizeof bytes);
+  }
+}
+
+template <int bits, int fewer>
+KVLAB_INLINE void lower_codes(const std::uint8_t* codes, int bytes, std::uint8_t* out) {
+  constexpr int piece = lanes * 4;
+  int at = 0;
+  for (; at + piece <= bytes; at += piece) lower_vector<bits, fewer>(codes + at, out + at * fewer / bits);
+  if (at == bytes) return;
+  std::uint8_t rest[piece] = {}, low[piece];
+  std::memcpy(rest, codes + at, static_cast<std::size_t>(bytes - at));
+  lower_vector<bits, fewer>(rest, low);
+  std::memcpy(out + at * fewer / bits, low, static_cast<std::size_t>((bytes - at) * fewer / bits));
+}
+
+void lower(const std::uint8_t* codes, int bytes, int bits, int fewer, std::uint8_t* out) {
+  if (bits == 4)
+    lower_codes<4, 2>(codes, bytes, out);
+  else if (fewer == 4)
+    lower_codes<8, 4>(codes, bytes, out);
+  else
+    lower_codes<8, 2>(codes, bytes, out);
+}
+
 #if KVLAB_LANES < 16
 constexpr RowKernels table = {KVLAB_NAME, dot,     dot_turned, accumulate, square_sum, decode, rotate,
                               pack_panel, panel_dot, max,      scale,      exp_sum,    add_scaled, silu_mul,
-                              rms_norm,   to_bf16, ranges,     range,      encode};
+                              rms_norm,   to_bf16, ranges,     range,      encode,     lower};
 #endif
 
 }  // namespace

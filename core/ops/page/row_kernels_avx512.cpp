@@ -29,9 +29,10 @@ void any_decode(const RowRun& run, int dim, float* out, std::int64_t out_stride)
   (whole(dim) ? decode : narrow().decode)(run, dim, out, out_stride);
 }
 
-constexpr RowKernels any_dim = {
-    KVLAB_NAME, any_dot, any_dot_turned, any_accumulate, any_square_sum, any_decode, rotate, pack_panel, panel_dot, max,
-    scale,      exp_sum, add_scaled,     silu_mul,       rms_norm,       to_bf16,    ranges, range,      encode};
+constexpr RowKernels any_dim = {KVLAB_NAME, any_dot, any_dot_turned, any_accumulate, any_square_sum,
+                                any_decode, rotate,  pack_panel,     panel_dot,      max,
+                                scale,      exp_sum, add_scaled,     silu_mul,       rms_norm,
+                                to_bf16,    ranges,  range,          encode,         lower};
 
 }  // namespace
 

@@ -1,9 +1,15 @@
 // Every codec beside every method, from the same tables as plugins/CODECS.md. The run is short; what each codec and
 // method must keep is the business of the other cases.
 #include <catch2/catch.hpp>
+#include <cstring>
 #include <kvlab/error.hpp>
+#include <kvlab/row_codec.hpp>
+#include <limits>
 #include <tuple>
 
+#include "compose/row_coded.hpp"
+#include "ops/page/packed.hpp"
+#include "ops/page/paged.hpp"
 #include "run/codec_matrix.hpp"
 #include "support/contract.hpp"
 
@@ -145,6 +151,94 @@ TEST_CASE("splits go with codecs on both tiers, or are refused by name before th
       ++ran;
     }
   if (of_the_tree()) CHECK(ran > 0);
+}
+
+namespace {
+
+constexpr int page_tokens = 8, dim = 16;
+using Page = std::vector<float>;  // [token, dim]
+
+// A side of a full page as attention reads it.
+Page through(const PluginInfo& info, KvSide side, const Page& x) {
+  const PluginUse use = Subjects::use(info);
+  const auto codec = create<Codec>(info, use.params);
+  Page out(x.size(), 0.f);
+  if (auto* rows = dynamic_cast<RowCodec*>(codec.get())) {
+    Shape shape;
+    shape.head_dim = dim;
+    rows->attach(shape);
+    // As many tokens as become codes at once, at least a page of them.
+    const std::int64_t tokens = rows->coded(side, 128);
+    REQUIRE(tokens >= page_tokens);
+    Page all;
+    for (std::int64_t i = 0; i < tokens * dim; ++i) all.push_back(x[static_cast<std::size_t>(i) % x.size()]);
+    const auto codes = rows->encode(side, View<const float, 2>::dense(all.data(), {tokens, dim}));
+    rows->decode(side, codes, View<float, 2>::dense(all.data(), {tokens, dim}));
+    std::copy_n(all.begin(), out.size(), out.begin());
+    return out;
+  }
+  const CodecSpec spec = codec->spec();
+  const DType dtype = spec.packs ? DType::bf16 : DType::f32;
+  const PageLayout plain = ops::make_layout(dtype, {}, page_tokens, dim, 0),
+                   coded = ops::make_layout(dtype, spec, page_tokens, dim, 0);
+  std::vector<std::byte> frame(static_cast<std::size_t>(plain.bytes)), to(static_cast<std::size_t>(coded.bytes));
+  for (int t = 0; t < page_tokens; ++t)
+    ops::write_token(frame.data(), plain, t, x.data() + t * dim, x.data() + t * dim, t);
+  if (!spec.packs)
+    ops::copy_page(frame.data(), plain, to.data(), coded);
+  else if (ops::pack_page(frame.data(), plain, to.data()) > 0) {
+    std::vector<std::byte> back(frame.size());
+    ops::unpack_page(to.data(), plain, back.data());
+    CHECK(std::memcmp(back.data(), frame.data(), static_cast<std::size_t>(plain.positions)) == 0);
+    to = back;
+  } else {
+    to = frame;
+  }
+  for (int t = 0; t < page_tokens; ++t) ops::read_row(to.data(), coded, side, t, out.data() + t * dim);
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("codecs take equal numbers, NaN and infinities", "[cpu]") {
+  if (skip_on_cuda()) return;
+  const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  Page any(page_tokens * dim);
+  for (std::size_t i = 0; i < any.size(); ++i) any[i] = static_cast<float>(static_cast<int>(i * 37 % 64) - 32) / 16;
+  for (const std::string& name : subjects().catalog().names(Role::codec)) {
+    const PluginInfo& info = *subjects().catalog().find(Role::codec, name);
+    if (!under_test(info)) continue;
+    const bool own = codes_rows(*create<Codec>(info, Subjects::use(info).params));
+    for (const KvSide side : {KvSide::key, KvSide::value}) {
+      CAPTURE(name, side == KvSide::key);
+      INFO("usual cause: a division by max - min, which is 0 or infinite.");
+      const auto finite_page = [](const Page& x) {
+        return std::all_of(x.begin(), x.end(), [](float y) { return std::isfinite(y); });
+      };
+      for (const float x : {0.f, 3.25f, -120.f})
+        for (const float y : through(info, side, Page(any.size(), x))) {
+          REQUIRE(std::isfinite(y));
+          if (!own) REQUIRE(std::abs(y - x) <= std::abs(x) * 0x1p-9f);
+        }
+      const Page plain = through(info, side, any);
+      CHECK(finite_page(plain));
+      // What lies beside NaN or an infinity stays finite. A format of its own need not promise that.
+      for (const float odd : {nan, inf, -inf}) {
+        Page with = any;
+        with[19] = with[100] = odd;
+        const Page got = through(info, side, with);
+        for (std::size_t i = 0; !own && i < got.size(); ++i)
+          if (i != 19 && i != 100) REQUIRE(std::isfinite(got[i]));
+      }
+      // NaN does not count: the others are as if it were a number between them.
+      Page with = any, between = any;
+      with[19] = with[100] = nan, between[19] = between[100] = 0;
+      const Page got = through(info, side, with), wanted = through(info, side, between);
+      for (std::size_t i = 0; !own && i < got.size(); ++i)
+        if (i != 19 && i != 100) REQUIRE(got[i] == wanted[i]);
+      through(info, side, Page(any.size(), nan));
+    }
+  }
 }
 
 namespace {

@@ -1,9 +1,12 @@
 // Tiers, fidelity where it can be known, and RoPE regimes.
 #include <catch2/catch.hpp>
 #include <limits>
+#include <map>
 
+#include "compose/coded.hpp"
 #include "compose/forwarding.hpp"
 #include "engine/scheduler.hpp"
+#include "ops/page/paged.hpp"
 #include "run/shadow.hpp"
 #include "support/contract.hpp"
 
@@ -127,9 +130,15 @@ TEST_CASE("rows whose pages are under way sit steps out, and have the texts that
   std::vector<Request> requests(5);
   for (std::size_t i = 0; i < requests.size(); ++i)
     requests[i] = {test_text(90 + 7 * static_cast<int>(i), model->config.vocab, static_cast<unsigned>(i) + 1), {}, 16};
+  std::vector<Subject> asked;
   for (const Subject& s : about("policies with the parameter `pause`",
                                 [](const Subject& s) { return s.spec.policy && s.spec.policy->params.has("pause"); })) {
-    CAPTURE(s.label);
+    asked.push_back(s), asked.push_back(s);
+    asked.back().spec.placement.tier = Tier::host;
+    asked.back().spec.placement.codec = subjects().codec("k8v8");
+  }
+  for (const Subject& s : asked) {
+    CAPTURE(s.label, s.spec.placement.codec.has_value());
     PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, 48);
     const auto serve = [&](bool pause, int slots, int reload_steps) {
       auto values = spec.policy->params.values();
@@ -265,6 +274,106 @@ TEST_CASE("pages that are packed on the host give the same bits") {
     }
     CHECK(kept_of(packed.engine->store(), packed.slot) == kept_of(plain.engine->store(), plain.slot));
   }
+}
+
+namespace {
+
+// Keys or values of a head in layer 0, which follow from the text alone, by text position. Those of pages on the device
+// come from there.
+std::map<std::int32_t, std::vector<float>> rows_of(const Play& p, int head, KvSide side, Tier tier) {
+  const std::vector<std::int32_t> slots{p.slot};
+  const Store& store = p.engine->store();
+  const PagedKv kv = store.view(0, slots, tier);
+  const std::vector<std::int32_t> positions = store.positions_by_place(0, p.slot, head);
+  std::map<std::int32_t, std::vector<float>> out;
+  for (int t = 0; t < kv.tokens(0, head); ++t) {
+    const PageEntry& e = kv.entry(0, head, t / kv.page_size);
+    if (e.frame == null_frame) continue;
+    std::vector<float>& row = out[positions[static_cast<std::size_t>(t)]];
+    row.resize(static_cast<std::size_t>(kv.head_dim));
+    ops::read_row(kv.frame(e), kv.layout(e), side, t % kv.page_size, row.data());
+  }
+  return out;
+}
+
+// A row of f32 as the codec gives it back.
+std::vector<float> coded_row(const std::vector<float>& row, const CodecSpec& codec, KvSide side) {
+  const PageLayout l = ops::make_layout(DType::f32, codec, 1, static_cast<int>(row.size()), 0);
+  std::vector<std::byte> frame(static_cast<std::size_t>(l.bytes));
+  ops::write_token(frame.data(), l, 0, row.data(), row.data(), 0);
+  std::vector<float> out(row.size());
+  ops::read_row(frame.data(), l, side, 0, out.data());
+  return out;
+}
+
+// What is on the host is what the codec makes of the exact row. A row on the device is that, or exact.
+void check_rows(const Play& coded, const Play& plain, const CodecSpec& codec) {
+  std::size_t on_host = 0, back = 0;
+  for (int head = 0; head < coded.model->config.kv_heads; ++head)
+    for (const KvSide side : {KvSide::key, KvSide::value}) {
+      auto exact = rows_of(plain, head, side, Tier::host);
+      exact.merge(rows_of(plain, head, side, Tier::device));
+      for (const Tier tier : {Tier::host, Tier::device})
+        for (const auto& [position, row] : rows_of(coded, head, side, tier)) {
+          if (!exact.count(position)) continue;  // steps evict by what they read
+          CAPTURE(head, position, tier == Tier::host);
+          const auto wanted = coded_row(exact[position], codec, side);
+          if (tier == Tier::device && row == exact[position]) continue;
+          REQUIRE(row == wanted);
+          ++(tier == Tier::host ? on_host : back);
+        }
+    }
+  CHECK(on_host > 0);
+  if (coded.engine->ledger().moved_total(Tier::device) > 0) CHECK(back > 0);
+}
+
+}  // namespace
+
+TEST_CASE("a policy's pages on the host may have another codec: their bytes, their rows, whatever memory is left") {
+  const auto model = tiny_model("llama-gqa3");
+  const auto prompt = test_text(112, model->config.vocab), answer = test_text(10, model->config.vocab, 5),
+             second = test_text(30, model->config.vocab, 3);
+  for (const Subject& s : about("policies that place pages on the host", [](const Subject& s) {
+         return s.spec.policy && subjects().policy(s.spec)->needs().host_pages();
+       }))
+    for (const char* name : {"k8v8", "k4v2"}) {
+      CAPTURE(s.label, name);
+      const PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, 48);
+      PolicySpec below = spec;
+      below.placement.tier = Tier::host;
+      below.placement.codec = subjects().codec(name);
+      const CodecSpec codec = subjects().codec_of(*below.placement.codec);
+      EngineOptions always;
+      always.spill = Spill::always;
+      EngineOptions pressure = always;
+      pressure.spill = Spill::pressure;
+      Play plain(model, spec, always), coded(model, below, always), spare(model, below, pressure);
+      const Logits expected = plain.run(prompt, answer), got = coded.run(prompt, answer);
+      INFO("usual cause: an op reads pages of kv.host_pages as if they lay like those of kv.pages.");
+      CHECK(worst(got, expected) < (name == std::string("k8v8") ? 0.1 : 1.));
+      CHECK(spare.run(prompt, answer) == got);
+      // Every full page is written once, whatever is read.
+      const auto moved = [](const Play& p, Tag tag) {
+        return p.engine->ledger().moved(Tier::host, Stored::host)[static_cast<std::size_t>(tag)];
+      };
+      const auto bits = static_cast<std::int64_t>(8 * size_of(coded.engine->store().shape().dtype));
+      CHECK(moved(coded, Tag::keys) > 0);
+      CHECK(moved(coded, Tag::keys) * bits == moved(plain, Tag::keys) * codec.k.bits);
+      CHECK(moved(coded, Tag::values) * bits == moved(plain, Tag::values) * codec.v.bits);
+      CHECK(moved(coded, Tag::codec_metadata) == 2 * moved(coded, Tag::positions));  // 4 bytes a side and token
+      if (!on_cuda()) check_rows(coded, plain, codec);
+      const std::vector<float> next = coded.prompt(coded.slot, second);
+      CHECK(worst({next}, {plain.prompt(plain.slot, second)}) < (name == std::string("k8v8") ? 0.1 : 1.));
+      CHECK(finite(coded.step({coded.slot}, {7})));
+      // Beside a codec of the device, the host's is the host's.
+      if (takes_no_codec(*subjects().policy(spec))) continue;
+      below.codec = subjects().codec("int8");
+      Play both(model, below);
+      CHECK(finite(both.run(prompt, answer)));
+      CHECK(both.engine->store().options().codecs == std::vector{subjects().codec_of(*below.codec)});
+      CHECK(both.engine->store().options().host_codec == codec);
+      CHECK(moved(both, Tag::keys) == moved(coded, Tag::keys));
+    }
 }
 
 TEST_CASE("a policy that can keep its pages on the device gives the same bits with pages on the host") {

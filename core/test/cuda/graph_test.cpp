@@ -1063,7 +1063,7 @@ TEST_CASE("cuda engine: steps that encode pages are replayed") {
 TEST_CASE("cuda engine: steps of policies that edit all layers at once, and of one that waits for its pages") {
   for (const char* text :
        {"{leankv: {window: 8, high_from: 1.2, low_from: 0.3}}",
-        "{name: kivi, policy: full, codec: {kivi4: {group: 8, residual: 8}}}",
+        "{name: kivi, policy: full, codec: {kivi4_pages: {group: 8, residual: 8}}}",
         "{flexicache: {unstable_heads: false, overlap: false, rerank_every: 4, budget: {tokens: 40}}}",
         "{flexicache: {unstable_heads: false, overlap: false, rerank_every: 1, frame_reuse: false, "
         "budget: {tokens: 40}}}"}) {

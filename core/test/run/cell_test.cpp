@@ -310,7 +310,9 @@ TEST_CASE("the ledger of a cell has the bytes of each codec") {
   const std::set<std::string> none;
   for (const Case& c :
        {Case{"full", {"f32"}, none}, Case{"{name: a, policy: full, codec: k4v2}", {"k4v2"}, {"k4v2"}},
-        Case{"{name: a, policy: full, codec: {kivi4: {group: 8, residual: 8}}}", {"f32", "k4c8v4t8"}, {"k4c8v4t8"}},
+        Case{"{name: a, policy: full, codec: {kivi4_pages: {group: 8, residual: 8}}}",
+             {"f32", "k4c8v4t8"},
+             {"k4c8v4t8"}},
         Case{"{leankv: {window: 8, high_from: 3}}", {"k8v4", "k4v2"}, {"k8v4", "k4v2"}},
         Case{"{quest: {budget: {tokens: 16}, min_pages: 1, codec: k8v8, placement: {tier: host, resident: 8, codec: "
              "k4v4}}}",

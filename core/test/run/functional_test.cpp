@@ -24,7 +24,9 @@ TEST_CASE("cells of policies that change stored values are functional, act, and 
   const results::CellResult full = Cells("full").run();
   REQUIRE(full.summary.status == "ok");
   CHECK(test::lasting_labels(full.summary).empty());
-  for (const char* policy : {"think", "minicache", "{kvquant: {calibration: false}}", chunks_read}) {
+  for (const char* policy : {"think", "minicache", "{kvquant: {calibration: false}}", chunks_read,
+                             "{name: rows, policy: full, codec: {kivi2: {residual: 16}}}",
+                             "{quest: {codec: {kivi4: {residual: 16}}, budget: {tokens: 48}}}"}) {
     CAPTURE(policy);
     const results::CellResult result = Cells(policy).run();
     CAPTURE(result.summary.error);

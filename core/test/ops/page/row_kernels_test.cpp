@@ -215,6 +215,32 @@ TEST_CASE("row kernels encode with the bits of the formula, number by number") {
   }
 }
 
+TEST_CASE("row kernels lower codes to fewer bits as the scalar formula does") {
+  std::mt19937 rng(13);
+  for (const auto& [bits, fewer] : {std::pair{8, 4}, {8, 2}, {4, 2}}) {
+    const CodecSide from{static_cast<std::uint8_t>(bits)}, to{static_cast<std::uint8_t>(fewer)};
+    const int ratio = ops::code_ratio(from, to);
+    for (int bytes = 4; bytes <= 264; bytes += 4)
+      for (int trial = 0; trial < 4; ++trial) {
+        std::vector<std::byte> codes(static_cast<std::size_t>(bytes));
+        for (std::size_t i = 0; i < codes.size(); ++i)  // first every byte
+          codes[i] = static_cast<std::byte>(trial == 0 ? i : rng());
+        std::vector<std::uint8_t> wanted(static_cast<std::size_t>(bytes * fewer / bits) + 4, 0);
+        for (int d = 0; d < bytes * 8 / bits; ++d) {
+          const unsigned low = ops::lowered(ops::code_at(from, codes.data(), d), ratio);
+          std::uint8_t& byte = wanted[static_cast<std::size_t>(d * fewer / 8)];
+          byte = static_cast<std::uint8_t>(byte | low << d * fewer % 8);
+        }
+        for (const RowKernels* kernels : all_kernels()) {
+          CAPTURE(kernels->name, bits, fewer, bytes, trial);
+          std::vector<std::uint8_t> got(wanted.size(), 0);  // nothing is written past the row
+          kernels->lower(reinterpret_cast<const std::uint8_t*>(codes.data()), bytes, bits, fewer, got.data());
+          REQUIRE(got == wanted);
+        }
+      }
+  }
+}
+
 TEST_CASE("row kernels find the least and the greatest number, NaN left out") {
   std::mt19937 rng(12);
   for (int trial = 0; trial < 200; ++trial) {

@@ -1,0 +1,117 @@
+#include "compose/row_coded.hpp"
+
+#include <kvlab/ops.hpp>
+#include <kvlab/row_codec.hpp>
+
+#include <utility>
+#include <vector>
+
+#include "base/half.hpp"
+#include "base/stream_memory.hpp"
+#include "compose/coded.hpp"
+#include "compose/forwarding.hpp"
+
+namespace kvlab {
+
+std::uint16_t to_half(float x) { return float_to_half(x); }
+float from_half(std::uint16_t bits) { return half_to_float(bits); }
+
+namespace {
+
+const RowCodec& rows_of(const Codec& codec) { return dynamic_cast<const RowCodec&>(codec); }
+
+class RowCoded final : public ForwardingPolicy {
+ public:
+  RowCoded(std::shared_ptr<Policy> inner, Instance<Codec> codec)
+      : ForwardingPolicy(std::move(inner)), codec_(std::move(codec)) {}
+
+  // The host waits for each layer, so no graph holds a step.
+  Needs needs() const override {
+    return inner().needs().functional(true).capturable(false).observe_beside(false).chunked_prompts(false);
+  }
+
+  void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {
+    dynamic_cast<RowCodec&>(*codec_).attach(shape);
+    ForwardingPolicy::attach(shape, amount, w);
+  }
+
+  void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
+    ForwardingPolicy::prefill(kv, edits, s);
+    check_keeps_tokens(edits);
+    before_.assign(1, kv.position[0] - static_cast<int>(kv.chunk_queries.extent[2]));
+    code(kv, edits, s);
+  }
+
+  void observe(const LayerStep& step, Edits& edits, Stream s) override {
+    ForwardingPolicy::observe(step, edits, s);
+    check_keeps_tokens(edits);
+    before_.clear();
+    for (int row = 0; row < step.rows(); ++row) before_.push_back(step.position[row] - 1);
+    code(step, edits, s);
+  }
+
+ private:
+  struct Range {
+    int first = 0, end = 0;  // tokens of a row that become codes
+    std::int64_t count() const { return end - first; }
+  };
+
+  void code(const LayerKv& kv, Edits& edits, Stream s) {
+    for (const KvSide side : {KvSide::key, KvSide::value}) {
+      ranges_.clear();
+      bool any = false;
+      for (int row = 0; row < kv.rows(); ++row) {
+        const auto& r = ranges_.emplace_back(Range{rows_of(*codec_).coded(side, before_[static_cast<std::size_t>(row)]),
+                                                   rows_of(*codec_).coded(side, kv.position[row])});
+        any = any || r.count() > 0;
+      }
+      if (!any) continue;
+      const bool key = side == KvSide::key;
+      const auto rows = kv.scratch<float>(key ? "rows of keys" : "rows of values",
+                                          {kv.rows(), kv.kv_heads(), kv.max_length, kv.pages.head_dim});
+      ops::read_rows(key ? kv.keys : kv.values, rows, s);
+      pass(side, rows, s);
+      edits.rewrite(side, rows);
+    }
+  }
+
+  // Brings the rows to the host, and what their codes give back to their places.
+  void pass(KvSide side, View<float, 4> rows, Stream s) {
+    const std::int64_t heads = rows.extent[1], dim = rows.extent[3];
+    std::int64_t all = 0;
+    for (const Range& r : ranges_) all += r.count() * heads * dim;
+    numbers_.resize(static_cast<std::size_t>(all));
+    const auto each = [&](const auto& with) {
+      float* at = numbers_.data();
+      for (std::size_t row = 0; row < ranges_.size(); ++row)
+        for (std::int64_t head = 0; head < heads && ranges_[row].count() > 0; ++head) {
+          with(at, &rows(static_cast<std::int64_t>(row), head, ranges_[row].first, 0), ranges_[row].count());
+          at += ranges_[row].count() * dim;
+        }
+    };
+    const auto bytes = [&](std::int64_t count) { return static_cast<std::size_t>(count * dim) * sizeof(float); };
+    each([&](float* here, const float* there, std::int64_t count) { copy_memory(here, there, bytes(count), s); });
+    synchronize(s);
+    each([&](float* here, const float*, std::int64_t count) {
+      const auto x = View<float, 2>::dense(here, {count, dim});
+      rows_of(*codec_).decode(side, rows_of(*codec_).encode(side, x), x);
+    });
+    each([&](const float* here, float* there, std::int64_t count) { copy_memory(there, here, bytes(count), s); });
+  }
+
+  Instance<Codec> codec_;
+  // Buffers of one callback; they outlive it so that a decode step allocates little.
+  std::vector<int> before_;     // [row] tokens that a sequence held before this prompt or step
+  std::vector<Range> ranges_;   // [row]
+  std::vector<float> numbers_;  // [row, head, token, head_dim] of the ranges
+};
+
+}  // namespace
+
+bool codes_rows(const Codec& codec) { return dynamic_cast<const RowCodec*>(&codec) != nullptr; }
+
+std::shared_ptr<Policy> row_coded(std::shared_ptr<Policy> policy, Instance<Codec> codec) {
+  return std::make_shared<RowCoded>(std::move(policy), std::move(codec));
+}
+
+}  // namespace kvlab
