@@ -11,10 +11,10 @@
 
 #include "compose/coded.hpp"
 #include "compose/compose.hpp"
-#include "plugin/tokens_stay.hpp"
 #include "engine/engine.hpp"
 #include "model/checkpoint.hpp"
 #include "ops/page/paged.hpp"
+#include "plugin/tokens_stay.hpp"
 #include "support/golden.hpp"
 
 using namespace kvlab;
@@ -83,9 +83,7 @@ std::shared_ptr<const Model> tiny() {
   return model;
 }
 
-std::shared_ptr<Policy> signed_full(Asked& asked) {
-  return row_coded(compose({}), instance(new Signs(asked)));
-}
+std::shared_ptr<Policy> signed_full(Asked& asked) { return row_coded(compose({}), instance(new Signs(asked))); }
 
 struct Run {
   explicit Run(std::shared_ptr<Policy> policy, int slots = 1) {
@@ -102,8 +100,7 @@ struct Run {
     std::vector<int> ids;
     for (int t = 0; t < tokens; ++t) ids.push_back((seed * 31 + t * t * 7) % 300);
     logits.resize(static_cast<std::size_t>(tiny()->config.vocab));
-    const Fit fit =
-        engine->prefill(slot, ids, true, View<float, 2>::dense(logits.data(), {1, tiny()->config.vocab}));
+    const Fit fit = engine->prefill(slot, ids, true, View<float, 2>::dense(logits.data(), {1, tiny()->config.vocab}));
     REQUIRE(fit == Fit::ok);
   }
   void step(const std::vector<std::int32_t>& slots) {

@@ -352,15 +352,20 @@ TEST_CASE("a policy's pages on the host may have another codec: their bytes, the
       INFO("usual cause: an op reads pages of kv.host_pages as if they lay like those of kv.pages.");
       CHECK(worst(got, expected) < (name == std::string("k8v8") ? 0.1 : 1.));
       CHECK(spare.run(prompt, answer) == got);
-      // Every full page is written once, whatever is read.
+      // Every full page is written once, whatever is read, and in the codec's bytes.
       const auto moved = [](const Play& p, Tag tag) {
         return p.engine->ledger().moved(Tier::host, Stored::host)[static_cast<std::size_t>(tag)];
       };
-      const auto bits = static_cast<std::int64_t>(8 * size_of(coded.engine->store().shape().dtype));
-      CHECK(moved(coded, Tag::keys) > 0);
-      CHECK(moved(coded, Tag::keys) * bits == moved(plain, Tag::keys) * codec.k.bits);
-      CHECK(moved(coded, Tag::values) * bits == moved(plain, Tag::values) * codec.v.bits);
-      CHECK(moved(coded, Tag::codec_metadata) == 2 * moved(coded, Tag::positions));  // 4 bytes a side and token
+      const auto layout = [&](const CodecSpec& c) {
+        const Shape& shape = plain.engine->store().shape();
+        return ops::make_layout(shape.dtype, c, shape.page_size, shape.head_dim, 0);
+      };
+      const PageLayout wide = layout({}), low = layout(codec);
+      const std::int64_t pages = moved(plain, Tag::keys) / (wide.v - wide.k);
+      CHECK(pages > 0);
+      CHECK(moved(coded, Tag::keys) == pages * (low.v - low.k));
+      CHECK(moved(coded, Tag::values) == pages * (low.k_meta - low.v));
+      CHECK(moved(coded, Tag::codec_metadata) == pages * (low.positions - low.k_meta));
       if (!on_cuda()) check_rows(coded, plain, codec);
       const std::vector<float> next = coded.prompt(coded.slot, second);
       CHECK(worst({next}, {plain.prompt(plain.slot, second)}) < (name == std::string("k8v8") ? 0.1 : 1.));
