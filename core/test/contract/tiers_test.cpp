@@ -278,13 +278,12 @@ TEST_CASE("pages that are packed on the host give the same bits") {
 
 namespace {
 
-// Keys or values of a head in layer 0, which follow from the text alone, by text position. Those of pages on the device
-// come from there.
-std::map<std::int32_t, std::vector<float>> rows_of(const Play& p, int head, KvSide side, Tier tier) {
+// Keys or values of a head's pages in a tier, by text position.
+std::map<std::int32_t, std::vector<float>> rows_of(const Play& p, int layer, int head, KvSide side, Tier tier) {
   const std::vector<std::int32_t> slots{p.slot};
   const Store& store = p.engine->store();
-  const PagedKv kv = store.view(0, slots, tier);
-  const std::vector<std::int32_t> positions = store.positions_by_place(0, p.slot, head);
+  const PagedKv kv = store.view(layer, slots, tier);
+  const std::vector<std::int32_t> positions = store.positions_by_place(layer, p.slot, head);
   std::map<std::int32_t, std::vector<float>> out;
   for (int t = 0; t < kv.tokens(0, head); ++t) {
     const PageEntry& e = kv.entry(0, head, t / kv.page_size);
@@ -306,30 +305,31 @@ std::vector<float> coded_row(const std::vector<float>& row, const CodecSpec& cod
   return out;
 }
 
-// What is on the host is what the codec makes of the exact row. A row on the device is that, or exact.
+// What is on the host is what the codec makes of the exact row. A row on the device is that, or exact. It looks at the
+// first layer with pages on the host: those before it are whole and exact, so both runs have its keys and values.
 void check_rows(const Play& coded, const Play& plain, const CodecSpec& codec) {
   std::size_t on_host = 0, back = 0;
-  for (int head = 0; head < coded.model->config.kv_heads; ++head)
-    for (const KvSide side : {KvSide::key, KvSide::value}) {
-      auto exact = rows_of(plain, head, side, Tier::host);
-      exact.merge(rows_of(plain, head, side, Tier::device));
-      for (const Tier tier : {Tier::host, Tier::device})
-        for (const auto& [position, row] : rows_of(coded, head, side, tier)) {
-          if (!exact.count(position)) continue;  // steps evict by what they read
-          CAPTURE(head, position, tier == Tier::host);
-          const auto wanted = coded_row(exact[position], codec, side);
-          if (tier == Tier::device && row == exact[position]) continue;
-          REQUIRE(row == wanted);
-          ++(tier == Tier::host ? on_host : back);
-        }
-    }
+  for (int layer = 0; layer < coded.model->config.layers && on_host == 0; ++layer)
+    for (int head = 0; head < coded.model->config.kv_heads; ++head)
+      for (const KvSide side : {KvSide::key, KvSide::value}) {
+        auto exact = rows_of(plain, layer, head, side, Tier::host);
+        exact.merge(rows_of(plain, layer, head, side, Tier::device));
+        for (const Tier tier : {Tier::host, Tier::device})
+          for (const auto& [position, row] : rows_of(coded, layer, head, side, tier)) {
+            if (!exact.count(position)) continue;  // steps evict by what they read
+            CAPTURE(layer, head, position, tier == Tier::host);
+            if (tier == Tier::device && row == exact[position]) continue;
+            REQUIRE(row == coded_row(exact[position], codec, side));
+            ++(tier == Tier::host ? on_host : back);
+          }
+      }
   CHECK(on_host > 0);
   if (coded.engine->ledger().moved_total(Tier::device) > 0) CHECK(back > 0);
 }
 
 }  // namespace
 
-TEST_CASE("a policy's pages on the host may have another codec: their bytes, their rows, whatever memory is left") {
+TEST_CASE("a policy's pages on the host may have another codec: its bytes, its rows, whatever memory is left") {
   const auto model = tiny_model("llama-gqa3");
   const auto prompt = test_text(112, model->config.vocab), answer = test_text(10, model->config.vocab, 5),
              second = test_text(30, model->config.vocab, 3);
@@ -350,7 +350,9 @@ TEST_CASE("a policy's pages on the host may have another codec: their bytes, the
       Play plain(model, spec, always), coded(model, below, always), spare(model, below, pressure);
       const Logits expected = plain.run(prompt, answer), got = coded.run(prompt, answer);
       INFO("usual cause: an op reads pages of kv.host_pages as if they lay like those of kv.pages.");
-      CHECK(worst(got, expected) < (name == std::string("k8v8") ? 0.1 : 1.));
+      // The prompt's own attention is exact. What steps choose may differ: rows are compared, one by one, below.
+      CHECK((on_cuda() ? worst({got[0]}, {expected[0]}) < 0.03 : got[0] == expected[0]));
+      CHECK(finite(got));
       CHECK(spare.run(prompt, answer) == got);
       // Every full page is written once, whatever is read, and in the codec's bytes.
       const auto moved = [](const Play& p, Tag tag) {
@@ -367,8 +369,7 @@ TEST_CASE("a policy's pages on the host may have another codec: their bytes, the
       CHECK(moved(coded, Tag::values) == pages * (low.k_meta - low.v));
       CHECK(moved(coded, Tag::codec_metadata) == pages * (low.positions - low.k_meta));
       if (!on_cuda()) check_rows(coded, plain, codec);
-      const std::vector<float> next = coded.prompt(coded.slot, second);
-      CHECK(worst({next}, {plain.prompt(plain.slot, second)}) < (name == std::string("k8v8") ? 0.1 : 1.));
+      CHECK(finite({coded.prompt(coded.slot, second)}));
       CHECK(finite(coded.step({coded.slot}, {7})));
       // Beside a codec of the device, the host's is the host's.
       if (takes_no_codec(*subjects().policy(spec))) continue;
@@ -377,7 +378,7 @@ TEST_CASE("a policy's pages on the host may have another codec: their bytes, the
       CHECK(finite(both.run(prompt, answer)));
       CHECK(both.engine->store().options().codecs == std::vector{subjects().codec_of(*below.codec)});
       CHECK(both.engine->store().options().host_codec == codec);
-      CHECK(moved(both, Tag::keys) == moved(coded, Tag::keys));
+      CHECK(moved(both, Tag::keys) == pages * (low.v - low.k));
     }
 }
 
