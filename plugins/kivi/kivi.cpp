@@ -27,7 +27,6 @@ class Kivi final : public kvlab::RowCodec {
         keys_(p.get<bool>("keys")),
         values_(p.get<bool>("values")),
         channels_(p.get<bool>("channels")) {
-    if (residual_ < 1) refuse("got residual 0, wanted at least 1: keys become codes by `residual` at once");
     if (channels_ && residual_ % tokens_of_group() != 0)
       refuse("got groups of " + std::to_string(group_) + " tokens with residual " + std::to_string(residual_) +
              ", wanted a residual that they divide");
@@ -124,11 +123,12 @@ class KiviPages final : public kvlab::Codec {
 };
 
 template <class Made>
-constexpr kvlab::Registration kivi(const char* name, const char* help, int least_group, const char* residual) {
+constexpr kvlab::Registration kivi(const char* name, const char* help, int least_group, int least_residual,
+                                   const char* residual) {
   return kvlab::codec<Made>(name, help)
       .param("group", 32, least_group, 256,
              "numbers that share a scale: tokens of a key's channel, channels of a value")
-      .param("residual", 128, 0, kvlab::any, residual)
+      .param("residual", 128, least_residual, kvlab::any, residual)
       .component("keys", "quantize the keys")
       .component("values", "quantize the values")
       .component("channels", "off = keys share scales by token, as values do");
@@ -140,10 +140,10 @@ constexpr const char* at_least = "newest tokens that stay exact, at least";
 }  // namespace
 
 KVLAB_PLUGIN((kivi<Kivi<2>>("kivi2", "2 bits, keys by channel and values by token (KIVI, Liu et al. 2024). Functional",
-                            4, exact)),
+                            4, 1, exact)),
              (kivi<Kivi<4>>("kivi4", "4 bits, keys by channel and values by token (KIVI, Liu et al. 2024). Functional",
-                            4, exact)),
+                            4, 1, exact)),
              (kivi<KiviPages<2>>("kivi2_pages", "kivi2 in stored codes: whole pages age, keys and values together", 8,
-                                 at_least)),
+                                 0, at_least)),
              (kivi<KiviPages<4>>("kivi4_pages", "kivi4 in stored codes: whole pages age, keys and values together", 8,
-                                 at_least)))
+                                 0, at_least)))

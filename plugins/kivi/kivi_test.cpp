@@ -276,7 +276,7 @@ TEST_CASE("kivi: equal numbers, NaN and infinities") {
 TEST_CASE("kivi: what it cannot do is refused before a run") {
   CHECK_THROWS_WITH(codec("kivi2", sized(12, 8)),
                     Catch::Contains("got groups of 8 tokens with residual 12, wanted a residual that they divide"));
-  CHECK_THROWS_WITH(codec("kivi2", sized(0, 8)), Catch::Contains("got residual 0, wanted at least 1"));
+  CHECK_THROWS_AS(codec("kivi2", sized(0, 8)), Error);
   CHECK(codec("kivi2", sized(8, 32))->residual() == 8);  // a group is at most the residual
   static Registry registry;
   const RegistryCatalog catalog(registry);
