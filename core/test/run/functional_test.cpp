@@ -25,8 +25,7 @@ TEST_CASE("cells of policies that change stored values are functional, act, and 
   REQUIRE(full.summary.status == "ok");
   CHECK(test::lasting_labels(full.summary).empty());
   for (const char* policy : {"think", "minicache", "{kvquant: {calibration: false}}", chunks_read,
-                             "{name: rows, policy: full, codec: {kivi2: {residual: 16}}}",
-                             "{quest: {codec: {kivi4: {residual: 16}}, budget: {tokens: 48}}}"}) {
+                             "{name: rows, policy: full, codec: {kivi2: {residual: 16}}}"}) {
     CAPTURE(policy);
     const results::CellResult result = Cells(policy).run();
     CAPTURE(result.summary.error);
