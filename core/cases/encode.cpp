@@ -28,7 +28,7 @@ struct Encoding {
   CodecSpec to;
   int kv_heads, dim, page_size, tokens;
   DType dtype = DType::bf16;
-  bool odd_rows = false;  // rows of zeros, of tiny numbers, of infinities and of NaN
+  bool odd_rows = false;  // rows of zeros, of equal and of tiny numbers, of infinities and NaN
 
   int pages() const { return tokens / page_size; }  // full ones
   std::int64_t page_bytes(const CodecSpec& codec) const {
@@ -126,8 +126,8 @@ class EncodeScene final : public Scene {
     for (std::size_t i = 0; i < rows_.size(); ++i) {
       const std::size_t row = i / dim, d = i % dim;
       const float sign = d % 3 == 1 ? -1.f : 1.f, x = rows_[i];
-      const float odd[] = {x,   1e-9f * sign,         0 * sign,        inf,
-                           nan, d % 5 ? x : 0 * sign, d % 7 ? x : nan, d % 4 ? x : sign * inf};
+      const float odd[] = {
+          x, 1e-9f * sign, 0 * sign, inf, nan, d % 5 ? x : 0 * sign, d % 7 ? x : nan, d % 4 ? x : sign * inf, 3.25f};
       rows_[i] = odd[row / static_cast<std::size_t>(of_.kv_heads) % std::size(odd)];
     }
   }
