@@ -146,11 +146,11 @@ std::vector<std::uint8_t> CudaStore::marked(const Heads& heads, const std::vecto
 
 void CudaStore::count_spare(const Edit& e, int slot) {
   CudaStorePlace a = place_of(e, {slot});
-  if (a.most == 0) return;
   a.spare = spare_counts_.as<Spare>() + layer_slot(e.layer, 0);
   zero_memory(a.spare + slot, sizeof *a.spare, stream_);
-  only_on_cuda<cuda_store::plan_places>(layer(e.layer), std::vector{a}, stream_);
   stale_ = true;
+  if (a.most == 0) return;
+  only_on_cuda<cuda_store::plan_places>(layer(e.layer), std::vector{a}, stream_);
 }
 
 // Copies the planned pages and leaves jobs that only give frames back.

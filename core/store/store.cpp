@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "base/backend.hpp"
@@ -194,22 +195,58 @@ std::int64_t Store::left_to_write(int slot) const {
   return spills(slot) && slot_room(slot) == 0 ? 0 : pages_to_write(slot);
 }
 
-// Half of what could leave does: few spills suffice, and most pages that are of use stay. Heads may differ, and some
-// are not placed at all, so this goes by the mean of the layer with the most. An edit that names heads in some steps
-// alone may find none now, and would never count what is left: all that can leave does when it is due.
-int Store::room_after_spill(int slot) const {
-  const Shape& s = options_.shape;
+std::int64_t Store::leave_of(int slot, std::optional<int> room) {
+  std::int64_t leave = 0;
   const std::vector<std::int32_t> one{slot};
-  int most = 0, pages = 0;
-  for (int layer = 0; layer < s.layers; ++layer) {
+  for (int layer = 0; layer < options_.shape.layers; ++layer) {
     const std::size_t at = layer_slot(layer, slot);
     if (!placed_[at]) continue;
-    if (const Heads& heads = places_[static_cast<std::size_t>(layer)].heads; heads.steps || heads.flags.data) return 0;
-    most = std::max(most, (spare_[at].leave + s.kv_heads - 1) / s.kv_heads);
-    pages = std::max(pages, (max_length(layer, one) + s.page_size - 1) / s.page_size);
+    Edit e = spare_edit(layer, one);
+    if (room) e.room = std::max(e.room, *room);
+    spare_[at] = {};
+    placed_step_[at] = steps(slot);
+    count_spare(e, slot);
   }
-  const int half = (most + 1) / 2, now = slot_room(slot) > 0 ? slot_room(slot) : pages;
-  return most > half ? std::max(0, now - half) : 0;
+  exact();
+  for (int layer = 0; layer < options_.shape.layers; ++layer)
+    if (placed_[layer_slot(layer, slot)]) leave += spare_[layer_slot(layer, slot)].leave;
+  return leave;
+}
+
+Edit Store::spare_edit(int layer, const std::vector<std::int32_t>& one) const {
+  Edit e = places_[static_cast<std::size_t>(layer)];
+  e.room = placed_room_[layer_slot(layer, one[0])];
+  e.list.slots = view(layer, one).slots;
+  return e;
+}
+
+// An edit that names heads in some steps alone may find none now.
+bool Store::counts_now(int slot) const {
+  for (int layer = 0; layer < options_.shape.layers; ++layer)
+    if (const Heads& h = places_[static_cast<std::size_t>(layer)].heads;
+        placed_[layer_slot(layer, slot)] && (h.steps || h.flags.data))
+      return false;
+  return true;
+}
+
+// Half of what could leave does: few spills suffice, and most pages that are of use stay. Heads may differ much, and
+// some are not placed at all, so the room is looked for by counting what leaves with it. Where nothing can be counted,
+// all that can leave does when it is due.
+std::optional<int> Store::room_after_spill(int slot) {
+  if (!counts_now(slot)) return 0;
+  const std::int64_t all = leave_of(slot, {}), half = (all + 1) / 2;
+  if (all == 0) return {};
+  int room = 0, too_much = static_cast<int>(pages_per_head_);  // with so many pages for each head none leaves
+  std::int64_t leaves = all;
+  while (too_much - room > 1) {
+    const int middle = room + (too_much - room) / 2;
+    const std::int64_t leave = leave_of(slot, middle);
+    if (leave < half)
+      too_much = middle;
+    else
+      room = middle, leaves = leave;
+  }
+  return leaves == all ? 0 : room;
 }
 
 std::int64_t Store::pages_to_write(int slot) const {
@@ -241,9 +278,11 @@ bool Store::room_for_step(const std::vector<std::int32_t>& slots) const {
   if (fits(fresh_pages(slots), 0)) return true;
   exact();
   if (fits(fresh_pages_of(slots), spare_pages())) return true;
-  if (!end_reloads()) return false;
-  exact();
-  return fits(fresh_pages_of(slots), spare_pages());
+  if (end_reloads()) {
+    exact();
+    if (fits(fresh_pages_of(slots), spare_pages())) return true;
+  }
+  return const_cast<Store*>(this)->count_grown() && fits(fresh_pages_of(slots), spare_pages());
 }
 
 std::int64_t Store::fresh_pages_of(const std::vector<std::int32_t>& slots) const {
@@ -274,41 +313,59 @@ std::int64_t Store::host_room() const {
   return std::max<std::int64_t>(0, room);
 }
 
-bool Store::spill_one() {
-  if (spilling_) return false;
-  const Shape& s = options_.shape;
+int Store::next_to_spill() const {
   int chosen = -1;
   std::int64_t most = 0;
-  for (int slot = 0; slot < s.max_slots; ++slot) {
+  for (int slot = 0; slot < options_.shape.max_slots; ++slot) {
     const std::int64_t spare = spare_pages(slot);
     if (spare == 0 || left_to_write(slot) > free_frames(Tier::host)) continue;
     const bool goes_on = slot_room(slot) > 0, other_does = chosen >= 0 && slot_room(chosen) > 0;
     if (goes_on > other_does || (goes_on == other_does && spare > most)) most = spare, chosen = slot;
   }
-  if (chosen < 0) return false;
-  if (slot_room(chosen) > 0) end_reloads();  // a page that is on its way down has no copy yet
-  const int room = room_after_spill(chosen);
-  spill(chosen, room);
+  return chosen;
+}
+
+// Texts have grown since their pages were counted.
+bool Store::count_grown() {
+  bool some = false;
+  for (int slot = 0; slot < options_.shape.max_slots; ++slot) {
+    bool grown = false;
+    for (int layer = 0; layer < options_.shape.layers; ++layer) {
+      const std::size_t at = layer_slot(layer, slot);
+      grown = grown || (placed_[at] && steps(slot) > placed_step_[at]);
+    }
+    const bool spilled = spills(slot) && slot_room(slot) == 0;
+    if (!grown || spilled || !used_[static_cast<std::size_t>(slot)] || !counts_now(slot)) continue;
+    leave_of(slot, {});
+    some = true;
+  }
+  return some;
+}
+
+bool Store::spill_one() {
+  if (spilling_) return false;
   struct Spilling {
     Store& store;
     const bool beside;
     explicit Spilling(Store& of) : store(of), beside(std::exchange(of.beside_, false)) { store.spilling_ = true; }
     ~Spilling() { store.spilling_ = false, store.beside_ = beside; }
   } const until_the_end(*this);
-  const std::vector<std::int32_t> one{chosen};
-  for (int layer = 0; layer < s.layers; ++layer) {
-    if (!placed_[layer_slot(layer, chosen)]) continue;
-    Edit e = places_[static_cast<std::size_t>(layer)];
-    e.room = placed_room_[layer_slot(layer, chosen)];
-    e.list.slots = view(layer, one).slots;
-    if (place_pages(e, one).fit != Fit::ok) return false;
-    if (room == 0) continue;
-    const std::size_t at = layer_slot(layer, chosen);
-    spare_[at] = {};
-    placed_step_[at] = steps(chosen);
-    count_spare(e, chosen);
+  int chosen = next_to_spill();
+  if (chosen < 0 && count_grown()) chosen = next_to_spill();
+  for (; chosen >= 0; chosen = next_to_spill()) {
+    if (slot_room(chosen) > 0) end_reloads();  // a page that is on its way down has no copy yet
+    const std::optional<int> room = room_after_spill(chosen);
+    if (!room) continue;  // nothing has come back to leave; the count says so now
+    spill(chosen, *room);
+    ++spill_rounds_;
+    const std::vector<std::int32_t> one{chosen};
+    bool fits = true;
+    for (int layer = 0; layer < options_.shape.layers; ++layer)
+      if (placed_[layer_slot(layer, chosen)]) fits = fits && place_pages(spare_edit(layer, one), one).fit == Fit::ok;
+    if (*room > 0) leave_of(chosen, {});
+    return fits;
   }
-  return true;
+  return false;
 }
 
 void Store::note_place(const Edit& e, const std::vector<std::int32_t>& slots) {

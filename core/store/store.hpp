@@ -185,6 +185,7 @@ class Store {
   std::int64_t pages_to_write(int slot) const;
   // Host frames that no page takes yet, less those that sequences with spare pages will take; exact.
   std::int64_t host_room() const;
+  std::int64_t spill_rounds() const { return spill_rounds_; }  // spills so far; a part is one
   // Most bytes of pages on the device: the options' limit, on a GPU at most a share of the memory that was free at the
   // start. -1 = no limit, or enough for all slots.
   virtual std::int64_t page_limit() const { return options_.device_limit; }
@@ -273,7 +274,8 @@ class Store {
   std::int64_t spare_pages(int slot) const;
   std::int64_t spare_pages() const;            // of all slots that the host has room for
   std::int64_t left_to_write(int slot) const;  // pages_to_write before a slot's first spill
-  int room_after_spill(int slot) const;        // the next one for spill()
+  // The next one for spill(); none = no page can leave.
+  std::optional<int> room_after_spill(int slot);
   std::size_t layer_slot(int layer, int slot) const {
     return static_cast<std::size_t>(layer * options_.shape.max_slots + slot);
   }
@@ -339,7 +341,14 @@ class Store {
   std::int64_t held_moves_ = 0;  // allocations
 
   bool spills_at_once_;
-  bool spilling_ = false;     // spill_one runs
+  // Counts the slot's spare pages anew and returns those that may leave, where its edits leave so many in any case.
+  std::int64_t leave_of(int slot, std::optional<int> room);
+  Edit spare_edit(int layer, const std::vector<std::int32_t>& one) const;  // that a spill of the slot carries out
+  bool counts_now(int slot) const;  // whether its spare pages can be counted at any time
+  int next_to_spill() const;        // -1 = none
+  bool count_grown();  // the spare pages of sequences that have made steps since their count; whether there are some
+  bool spilling_ = false;  // spill_one runs
+  std::int64_t spill_rounds_ = 0;
   std::vector<Edit> places_;  // [layer] the first place edit with a list that lasts: which pages stay at a spill
   std::vector<bool> placed_;  // [layer, slot] such an edit came since the last part of the prompt
   std::vector<std::int32_t> placed_step_;  // [layer, slot] steps that the slot had seen then

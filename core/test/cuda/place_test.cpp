@@ -1,10 +1,10 @@
 // Which frames a place edit takes on the GPU, also where none is free, and when edits of tokens to come take effect.
 #include <catch2/catch.hpp>
-#include <kvlab/page_order.hpp>
 #include <memory>
 #include <vector>
 
 #include "support/cuda_rows.hpp"
+#include "support/spilling.hpp"
 
 using namespace kvlab;
 using cases::OnDevice;
@@ -141,72 +141,56 @@ TEST_CASE("cuda store: a page without a copy gives its frame to one that comes, 
         }
 }
 
-// As on the CPU (core/test/store/place_test.cpp), where the numbers are explained.
+namespace {
+
+test::SpillScene scene_of(CudaStore& store, const StoreFixture& f, OnDevice& memory) {
+  return {store, [&](int slot, int tokens) { test::append_rows(store, f, memory, slot, tokens); },
+          [&](int layer, int slot, int head) {
+            const auto all = test::entries_of(store, memory, layer, slot);
+            const auto most = static_cast<std::size_t>(store.shape().max_pages());
+            Pages out;
+            for (std::size_t page = 0; page < most; ++page)
+              if (all[static_cast<std::size_t>(head) * most + page].frame != null_frame)
+                out.push_back(static_cast<std::int32_t>(page));
+            return out;
+          },
+          [&](int layer, int slot, int head) { return test::stored_tokens(*store.copy_of(slot), layer, 0, head); }};
+}
+
+}  // namespace
+
 TEST_CASE("cuda store: when frames run short the pages leave first that the order ranks lowest, a part at a time") {
   for (const bool ordered : {true, false}) {
     CAPTURE(ordered);
     StoreFixture f;
-    f.options.host_pages = true;
-    f.options.spill = Spill::pressure;
-    const std::int64_t frame = frame_layout(f.options, {}).bytes;
-    f.options.device_limit = 52 * frame;  // a place edit reserves a frame for each head
+    f.options.host_pages = true, f.options.spill = Spill::pressure;
+    f.options.device_limit = 52 * frame_layout(f.options, {}).bytes;  // a place edit reserves a frame for each head
     OnDevice memory;
     CudaStore store(f.options, memory.stream());
-    const KeptPages kept("kept", f.options.shape, 4, store.workspace());
-    const KeptPageOrder order("order", f.options.shape, store.workspace());
-    const int b = store.open(), a = store.open();
-    test::append_rows(store, f, memory, a, 40);
-    const auto tokens = [&] { return test::stored_tokens(*store.copy_of(a), 1, 0, 1); };
-    const auto before = tokens();
-    const float scores[] = {3, 9, 1, 7, 5, 0, 8, 2, 6, 4};
-    const auto keep = [&](std::int32_t page) {
-      const std::int32_t one = 1;
-      for (int layer = 0; layer < 2; ++layer) {
-        const std::vector<std::int32_t> rows{a};
-        LayerKv kv;
-        kv.layer = layer;
-        kv.pages = store.view(layer, rows);
-        const PageList list = kept.of(kv);
-        for (int h = 0; h < 2; ++h) {
-          copy_memory(&list.index(a, h, 0), &page, sizeof page, memory.stream());
-          copy_memory(&list.count(a, h), &one, sizeof one, memory.stream());
-          copy_memory(&order.of(kv)(a, h, 0), scores, sizeof scores, memory.stream());
-        }
-        Placing how;
-        if (ordered) how.order = order.of(kv);
-        Edits edits(layer);
-        edits.place(list, how);
-        REQUIRE(store.apply(edits.all(), rows).fit == Fit::ok);
-        store.settle();
-      }
-    };
-    const auto device = [&] {
-      const auto all = test::entries_of(store, memory, 1, a);
-      Pages out;
-      for (int page = 0; page < 10; ++page)
-        if (all[static_cast<std::size_t>(store.shape().max_pages() + page)].frame != null_frame) out.push_back(page);
-      return out;
-    };
-    keep(1);
-    CHECK(store.fired() == 0);
-    CHECK(store.spare_bytes() == 4 * 8 * frame);
-    test::append_rows(store, f, memory, b, 16);
-    CHECK(device() == (ordered ? Pages{1, 3, 4, 6, 8, 9} : Pages{1, 5, 6, 7, 8, 9}));
-    CHECK(store.spare_bytes() == 4 * 4 * frame);
-    test::append_rows(store, f, memory, b, 16);
-    CHECK(device() == (ordered ? Pages{1, 3, 6, 9} : Pages{1, 7, 8, 9}));
-    CHECK(store.spare_bytes() == 4 * 2 * frame);
-    keep(5);
-    CHECK(device() == (ordered ? Pages{1, 5, 6, 9} : Pages{5, 7, 8, 9}));
-    test::append_rows(store, f, memory, b, 8);
-    CHECK(device() == (ordered ? Pages{1, 5, 9} : Pages{5, 8, 9}));
-    test::append_rows(store, f, memory, b, 4);
-    CHECK(device() == Pages{5, 9});
-    CHECK(store.spare_bytes() == 0);
-    keep(2);
-    CHECK(device() == Pages{2, 9});
-    CHECK(tokens() == before);
-    store.check_invariants();
+    check_order_of_leaving(scene_of(store, f, memory), ordered, 4);
+  }
+}
+
+TEST_CASE("cuda store: each part of a spill gives frames back where heads of a layer differ much in length") {
+  for (const bool both : {true, false}) {
+    CAPTURE(both);
+    StoreFixture f;
+    f.options.host_pages = true, f.options.spill = Spill::pressure;
+    f.options.shape.layers = 1, f.options.shape.max_tokens = 256;
+    f.options.device_limit = 122 * frame_layout(f.options, {}).bytes;  // a place edit reserves a frame for each head
+    OnDevice memory;
+    CudaStore store(f.options, memory.stream());
+    const int a = store.open(), b = store.open();
+    test::append_rows(store, f, memory, a, 240);
+    test::PerHead gone(2);
+    for (int t = 40; t < 240; ++t) gone[1].push_back(t);
+    const Lists leaves(gone);
+    Edits shorter;
+    shorter.evict(memory.put(leaves.tokens()));
+    REQUIRE(store.apply(shorter.all(), {a}).fit == Fit::ok);
+    test::append_rows(store, f, memory, b, 100);
+    const std::uint8_t long_one[] = {1, 0};
+    check_ragged_spill(scene_of(store, f, memory), a, b, both, memory.put(long_one, 2));
   }
 }
 

@@ -1,17 +1,18 @@
 // Edits::place says where pages shall be; the store finds what is missing.
 #include <kvlab/error.hpp>
 #include <kvlab/key_factors.hpp>
-#include <kvlab/page_order.hpp>
 #include <kvlab/policy.hpp>
 
 #include <catch2/catch.hpp>
 #include <limits>
+#include <optional>
 
-#include "support/store_fixture.hpp"
+#include "support/spilling.hpp"
 
 using namespace kvlab;
 using test::Lists;
 using test::on;
+using test::PerHead;
 using test::StoreFixture;
 
 namespace {
@@ -412,7 +413,7 @@ namespace {
 struct Pressed : Placed {
   static constexpr int frames = 44;
   std::unique_ptr<CpuStore> store;
-  KeptPages kept;
+  std::optional<test::LastingPlaces> lasting;
 
   explicit Pressed(std::int64_t host_frames = -1) {
     const std::int64_t frame = [&] {
@@ -424,7 +425,7 @@ struct Pressed : Placed {
     options.device_limit = frames * frame;
     if (host_frames >= 0) options.host_limit = host_frames * frame;
     store = std::make_unique<CpuStore>(options);
-    kept = KeptPages("kept", options.shape, 4, store->workspace());
+    lasting.emplace(*store);
   }
   // Opens a slot, whose heads shall keep `page` and the newest one.
   int open(int page) {
@@ -433,22 +434,18 @@ struct Pressed : Placed {
     for (int layer = 0; layer < 2; ++layer) place(slot, layer, page);
     return slot;
   }
-  Applied place(int slot, int layer, int page) {
-    const std::vector<std::int32_t> rows{slot};
-    LayerKv kv;
-    kv.layer = layer;
-    kv.pages = store->view(layer, rows);
-    const PageList list = kept.of(kv);
-    for (int h = 0; h < 2; ++h) list.index(slot, h, 0) = page, list.count(slot, h) = 1;
-    Edits edits(layer);
-    edits.place(list, {});
-    return store->apply(edits.all(), rows);
-  }
+  Applied place(int slot, int layer, int page) const { return lasting->place(slot, layer, page); }
   Pages device(int slot) const { return pages_on(*store, Tier::device, slot, 1, 1); }
   Pages host(int slot) const { return pages_on(*store, Tier::host, slot, 0, 0); }
 };
 
 const Pages all{0, 1, 2, 3, 4};
+
+test::SpillScene scene_of(CpuStore& store, const StoreFixture& f) {
+  return {store, [&](int slot, int tokens) { REQUIRE(f.fill(store, slot, tokens) == Fit::ok); },
+          [&](int layer, int slot, int head) { return pages_on(store, Tier::device, slot, head, layer); },
+          [&](int layer, int slot, int head) { return test::stored_tokens(store, layer, slot, head); }};
+}
 
 }  // namespace
 
@@ -526,7 +523,6 @@ TEST_CASE("a sequence does not spill while its prompt goes on, nor where the hos
   f.store->check_invariants();
 }
 
-// A head has 10 pages, of which it keeps two. A spill gives half of the others away, rounded up: 4, then 2, 1 and 1.
 // The same on a GPU: core/test/cuda/place_test.cpp.
 TEST_CASE("when frames run short the pages leave first that the order ranks lowest, a part of them at a time") {
   for (const bool ordered : {true, false}) {
@@ -535,55 +531,54 @@ TEST_CASE("when frames run short the pages leave first that the order ranks lowe
     f.options.spill = Spill::pressure;
     f.options.device_limit = 48 * frame_layout(f.options, {}).bytes;
     CpuStore store(f.options);
-    const KeptPages kept("kept", f.options.shape, 4, store.workspace());
-    const KeptPageOrder order("order", f.options.shape, store.workspace());
-    const int b = store.open(), a = store.open();
-    REQUIRE(f.fill(store, a, 40) == Fit::ok);
-    const auto before = test::stored_tokens(store, 1, a, 1);
-    const float scores[] = {3, 9, 1, 7, 5, 0, 8, 2, 6, 4};
-    const auto keep = [&](int page) {
-      std::int64_t changed = 0;
-      for (int layer = 0; layer < 2; ++layer) {
-        const std::vector<std::int32_t> rows{a};
-        LayerKv kv;
-        kv.layer = layer;
-        kv.pages = store.view(layer, rows);
-        const PageList list = kept.of(kv);
-        for (int h = 0; h < 2; ++h) {
-          list.index(a, h, 0) = page, list.count(a, h) = 1;
-          std::copy(std::begin(scores), std::end(scores), &order.of(kv)(a, h, 0));
-        }
-        Placing how;
-        if (ordered) how.order = order.of(kv);
-        Edits edits(layer);
-        edits.place(list, how);
-        changed += store.apply(edits.all(), rows).changed;
-      }
-      return changed;
-    };
-    const auto device = [&] { return pages_on(store, Tier::device, a, 1, 1); };
-    const std::int64_t frame = frame_layout(f.options, {}).bytes;
-    CHECK(keep(1) == 0);
-    CHECK(store.spare_bytes() == 4 * 8 * frame);
-    REQUIRE(f.fill(store, b, 16) == Fit::ok);
-    CHECK(device() == (ordered ? Pages{1, 3, 4, 6, 8, 9} : Pages{1, 5, 6, 7, 8, 9}));
-    CHECK(store.spare_bytes() == 4 * 4 * frame);
-    REQUIRE(f.fill(store, b, 16) == Fit::ok);
-    CHECK(device() == (ordered ? Pages{1, 3, 6, 9} : Pages{1, 7, 8, 9}));
-    CHECK(store.spare_bytes() == 4 * 2 * frame);
-    CHECK(keep(5) == 4 * 2);  // page 5 comes, and one of the others leaves
-    CHECK(device() == (ordered ? Pages{1, 5, 6, 9} : Pages{5, 7, 8, 9}));
-    REQUIRE(f.fill(store, b, 4) == Fit::ok);
-    CHECK(device() == (ordered ? Pages{1, 5, 9} : Pages{5, 8, 9}));
-    REQUIRE(f.fill(store, b, 4) == Fit::ok);
-    CHECK(device() == Pages{5, 9});
-    CHECK(store.spare_bytes() == 0);
-    CHECK(keep(2) == 4 * 2);
-    CHECK(device() == Pages{2, 9});
-    CHECK(test::stored_tokens(store, 1, a, 1) == before);
-    CHECK(f.fill(store, b, 4) == Fit::out_of_memory);
-    store.check_invariants();
+    check_order_of_leaving(scene_of(store, f), ordered, 0);
+    CHECK(f.fill(store, 0, 4) == Fit::out_of_memory);
   }
+}
+
+TEST_CASE("each part of a spill gives frames back where heads of a layer differ much in length") {
+  for (const bool both : {true, false}) {
+    CAPTURE(both);
+    Placed f;
+    f.options.shape.layers = 1, f.options.shape.max_tokens = 256, f.options.spill = Spill::pressure;
+    f.options.device_limit = 120 * frame_layout(f.options, {}).bytes;
+    CpuStore store(f.options);
+    const int a = store.open(), b = store.open();
+    REQUIRE(f.fill(store, a, 240) == Fit::ok);
+    PerHead gone(2);
+    for (int t = 40; t < 240; ++t) gone[1].push_back(t);
+    const Lists leaves(gone);
+    Edits shorter;
+    shorter.evict(leaves.tokens());
+    REQUIRE(store.apply(shorter.all(), {a}).fit == Fit::ok);
+    REQUIRE(f.fill(store, b, 100) == Fit::ok);  // all frames
+    const std::uint8_t long_one[] = {1, 0};
+    check_ragged_spill(scene_of(store, f), a, b, both, long_one);
+  }
+}
+
+// A prompt that leaves nothing to spare may have grown since.
+TEST_CASE("pages that steps have added spill, too") {
+  Placed f;
+  f.options.spill = Spill::pressure;
+  const std::int64_t frame = frame_layout(f.options, {}).bytes;
+  f.options.device_limit = 4 * 12 * frame;
+  CpuStore store(f.options);
+  const test::LastingPlaces places(store);
+  const int a = store.open(), b = store.open();
+  REQUIRE(f.fill(store, a, 8) == Fit::ok);
+  for (int layer = 0; layer < 2; ++layer) places.place(a, layer, 0);
+  CHECK(store.spare_bytes() == 0);
+  for (int i = 0; i < 24; ++i) REQUIRE(f.fill(store, a, 1, true) == Fit::ok);
+  const auto before = test::stored_tokens(store, 1, a, 1);
+  REQUIRE(f.fill(store, b, 16) == Fit::ok);  // 8 and 4 pages of each head: no frame is free
+  CHECK(store.room_for_step({a, b}));
+  CHECK(store.spare_bytes() == 4 * 6 * frame);
+  REQUIRE(f.fill(store, b, 4) == Fit::ok);
+  CHECK(store.spill_rounds() == 1);
+  CHECK(pages_on(store, Tier::device, a, 1, 1) == Pages{0, 4, 5, 6, 7});
+  CHECK(test::stored_tokens(store, 1, a, 1) == before);
+  store.check_invariants();
 }
 
 TEST_CASE("a sequence that has spilled in part goes on before another begins, and a new prompt spills it as a whole") {
