@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <new>
 #include <utility>
 
 #include "base/host_memory.hpp"
@@ -15,6 +16,7 @@
 #include "base/threads.hpp"
 #include "engine/store_options.hpp"
 #include "model/token_kinds.hpp"
+#include "ops/score/verify.hpp"
 #include "ops/select/chosen_pages.hpp"
 #include "plugin/before_step.hpp"
 #include "plugin/budget_tokens.hpp"
@@ -174,8 +176,8 @@ CacheMemory Engine::memory(const Model& model, Policy& policy, const EngineOptio
   policy.attach(s, o.budget, workspace);
   CacheMemory m;
   m.slots = s.max_slots;
-  // Beside the store's: question and steps of each slot, and what policies keep of each row, layer or head of it.
-  m.tables = taken.tables + (slots + 1) * (8 + s.kv_heads) * 2 * number + slots * s.layers * number;
+  // Beside the store's: question and steps of each slot, and where ops note wrong numbers.
+  m.tables = taken.tables + slots * 2 * number + 2 * std::int64_t{sizeof(ops::Finding)};
   if (needs.token_ids()) m.tables += slots * s.max_tokens * number + model.config.vocab;
   m.summaries = taken.summaries;
   m.state = workspace.state_bytes() + workspace.constant_bytes() + workspace.room_bytes();
@@ -313,7 +315,13 @@ std::optional<AsideSequence> Engine::set_aside(int slot) {
   constexpr std::int64_t least_left = std::int64_t{1} << 30;  // for other programs
   const std::int64_t limit = options_.host_limit, most = full_bytes(store_->position(slot));
   if (free_host_bytes() - most < least_left) return std::nullopt;
-  AsideSequence out{store_->set_aside(slot), given_[static_cast<std::size_t>(slot)]};
+  store_->page_bytes(Tier::device);  // errors of steps before are the run's, not this copy's
+  AsideSequence out;
+  try {
+    out = {store_->set_aside(slot), given_[static_cast<std::size_t>(slot)]};
+  } catch (const std::bad_alloc&) {  // a limit of the process, or a device without room for the copy's lists
+    return std::nullopt;
+  }
   if (limit >= 0 && store_->page_bytes(Tier::host) + aside_bytes_ + out.bytes(Tier::device) > limit)
     return std::nullopt;
   close(slot);

@@ -151,6 +151,7 @@ Fit CudaStore::restore(int slot, const std::vector<std::byte>& snapshot) {
   used_[static_cast<std::size_t>(slot)] = true;
   const auto from = CpuStore::for_one_slot(options_, workspace_.slot_bytes());
   from->restore(0, snapshot);
+  from->await_reloads({0});  // a CPU's row that waited; here no step would wait for it
   return copy_in(*from, slot);
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <new>
+#include <string>
 
 #include "base/backend.hpp"
 #include "base/device_op.hpp"
@@ -34,7 +35,13 @@ Reloads::Reloads(Stream main, std::int64_t most_jobs, int slots)
       marks_(main, static_cast<std::size_t>(2 + slots) * word),
       known_(static_cast<std::int32_t*>(runtime().allocate_pinned(marks_.bytes()))),
       noted_(runtime().new_event()) {
-  if (!known_) throw std::bad_alloc();
+  if (!known_) {
+    const std::size_t bytes = marks_.bytes();
+    runtime().delete_event(planned_);
+    runtime().delete_event(noted_);
+    throw NoRoom("got no pinned memory for the marks of sequences that wait for pages, wanted " +
+                 std::to_string(bytes) + " bytes");
+  }
   zero_memory(marks_.as<>(), marks_.bytes(), main_);
 }
 

@@ -10,7 +10,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint64_t magic = 0x33766b62616c766bULL;  // "kvlabkv3"
+constexpr std::uint64_t magic = 0x34766b62616c766bULL;  // "kvlabkv4"
 constexpr std::uint8_t absent = 0xff;                   // in place of a codec
 
 // Every step is a bijection of the sum so far, so one changed byte always changes the sum.
@@ -110,8 +110,6 @@ std::vector<std::int64_t> kind_of(const StoreOptions& o, std::size_t state_bytes
 }  // namespace
 
 std::vector<std::byte> CpuStore::save(int slot) const {
-  if (const_cast<CpuStore*>(this)->await_reloads({slot}) != Fit::ok)
-    throw Error(Errc::internal, "the cache to save waits for pages that find no frames");
   const Shape& s = options_.shape;
   std::vector<std::byte> out;
   Writer w(out);
@@ -151,10 +149,11 @@ std::vector<std::byte> CpuStore::save(int slot) const {
   for (const Pending& p : pending_) {
     if (!mine(p)) continue;
     const Edit& e = p.edit;
-    const std::int32_t fields[] = {e.verb,       e.layer,     static_cast<std::int32_t>(e.tier),
-                                   e.codec,      p.due,       static_cast<std::int32_t>(e.list.index.extent[2]),
-                                   e.pins.first, e.pins.last, e.pins.newest_page,
-                                   e.room,       e.reuse,     p.heads ? 1 : 0};
+    const std::int32_t fields[] = {e.verb,         e.layer,     static_cast<std::int32_t>(e.tier),
+                                   e.codec,        p.due,       static_cast<std::int32_t>(e.list.index.extent[2]),
+                                   e.pins.first,   e.pins.last, e.pins.newest_page,
+                                   e.room,         e.reuse,     e.when.kind == Deadline::sequence,
+                                   p.heads ? 1 : 0};
     for (std::int32_t v : fields) w.put(v);
     const IndexList& list = p.edit.list;
     const std::int64_t row = p.lasts ? slot : 0;
@@ -179,12 +178,14 @@ Fit CpuStore::restore(int slot, const std::vector<std::byte>& snapshot) {
   };
   try {
     read_snapshot(slot, snapshot, fit);
+    if (fit == Fit::ok) spill(slot);  // some of its pages may be on the host alone
+    // Where no row waits, nobody else would bring the pages before a step reads them.
+    if (fit == Fit::ok && !keeps_reloads()) fit = bring_pages(slot);
   } catch (...) {
     empty();
     throw;
   }
   if (fit != Fit::ok) empty();
-  spill(slot);  // some of its pages may be on the host alone
   return fit;
 }
 
@@ -290,6 +291,10 @@ void CpuStore::read_snapshot(int slot, const std::vector<std::byte>& snapshot, F
     e.pins.newest_page = r.number("newest page", 0, 1) != 0;
     e.room = r.get<std::int32_t>();
     e.reuse = r.number("reuse", 0, 1) != 0;
+    const bool of_sequence = r.number("deadline", 0, 1) != 0;
+    if (of_sequence && (e.verb != Edit::place || !options_.pauses))
+      throw Error(Errc::data, "saved cache: got pages that a row waits for, wanted none: no row of this cache waits");
+    if (of_sequence) e.when = {Deadline::sequence};
     const bool marked = r.number("marks", 0, 1) != 0;
     const std::vector<std::int32_t> count = r.numbers(static_cast<std::size_t>(s.kv_heads));
     const std::vector<std::int32_t> index = r.numbers(static_cast<std::size_t>(s.kv_heads * room));

@@ -140,6 +140,22 @@ TEST_CASE("cuda store: a failed pinned allocation at the start is an error with 
   }
 }
 
+TEST_CASE("cuda store: a failed pinned allocation for rows that wait is no room, and says how much was asked for") {
+  StoreFixture f;
+  f.options.host_pages = f.options.pauses = true;
+  OnDevice memory;
+  {
+    const NoPinned none(1, 0);  // the marks come before the pages
+    CHECK_THROWS_AS(CudaStore(f.options, memory.stream()), NoRoom);
+  }
+  {
+    const NoPinned none(1, 0);
+    CHECK_THROWS_WITH(CudaStore(f.options, memory.stream()),
+                      Catch::Contains("got no pinned memory for the marks of sequences that wait for pages, wanted 20 bytes"));
+  }
+  CHECK_NOTHROW(CudaStore(f.options, memory.stream()));
+}
+
 TEST_CASE(
     "cuda store: at the first offload requests for pinned memory are halved five times, then it is out of memory") {
   StoreFixture f;

@@ -1,11 +1,15 @@
 // Continuous batching on a tiny model: a request's text does not depend on the requests beside it.
 #include "engine/scheduler.hpp"
 
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <catch2/catch.hpp>
 #include <kvlab/error.hpp>
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
 
 #include "model/checkpoint.hpp"
 #include "support/golden.hpp"
@@ -18,6 +22,23 @@ std::shared_ptr<const Model> tiny() {
   static const auto model = load_model(*open_checkpoint(test::golden("tiny/llama-gqa3")), DType::f32, "tiny");
   return model;
 }
+
+// While it lives the process gets no more address space.
+class NoAddressSpace {
+ public:
+  NoAddressSpace() {
+    long pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    getrlimit(RLIMIT_AS, &before_);
+    const rlimit now{static_cast<rlim_t>(pages * sysconf(_SC_PAGESIZE)), before_.rlim_max};
+    setrlimit(RLIMIT_AS, &now);
+  }
+  ~NoAddressSpace() { setrlimit(RLIMIT_AS, &before_); }
+  NoAddressSpace(const NoAddressSpace&) = delete;
+
+ private:
+  rlimit before_{};
+};
 
 class Nothing final : public Policy {
  public:
@@ -402,6 +423,65 @@ TEST_CASE("pages that a row waits for and the host has no room for end a request
     for (int i = 0; i < 20 && fit == Fit::ok && !s.done(); ++i) fit = s.iterate();
     CHECK(fit == Fit::out_of_memory);
   }
+}
+
+// A limit of the process, as of `ulimit -v`: the copy's arenas find no address space.
+TEST_CASE("a sequence that cannot be set aside for lack of memory stays as it is") {
+  const Request request{text(40, 1), {}, 8, 0};
+  const std::vector<int> wanted = alone(request, std::make_shared<Nothing>());
+  Engine engine(tiny(), std::make_shared<Nothing>(), options(1));
+  const int slot = engine.open();
+  REQUIRE(engine.prefill(slot, request.prompt, true, {}) == Fit::ok);
+  const std::int64_t used = engine.used_bytes();
+  {
+    const NoAddressSpace none;
+    CHECK_FALSE(engine.set_aside(slot));
+  }
+  CHECK(engine.used_bytes() == used);
+  CHECK(engine.ledger().total(Tier::host) == 0);
+  std::vector<std::int32_t> likeliest(1);
+  for (std::size_t i = 0; i + 1 < wanted.size(); ++i) {
+    REQUIRE(engine.step({slot}, {&wanted[i], 1}, StepResult(likeliest)) == Fit::ok);
+    CHECK(likeliest[0] == wanted[i + 1]);
+  }
+  CHECK(engine.set_aside(slot));
+}
+
+// The host lacks frames for the pages that the prompt's edit writes down.
+TEST_CASE("a sequence that waits for pages without frames is saved as it is, and goes on where there are some") {
+  const Request request{text(40, 1), {}, 8, 0};
+  const std::vector<int> wanted = alone(request, std::make_shared<Pausing>());
+  EngineOptions o = options(1);
+  o.reload_steps = 2, o.host_limit = bytes_of(2 * page);
+  Engine tight(tiny(), std::make_shared<Pausing>(), o);
+  const int slot = tight.open();
+  REQUIRE(tight.prefill(slot, request.prompt, true, {}) == Fit::ok);
+  REQUIRE(tight.reloading(slot));
+  const SavedSequence saved = tight.save(slot);
+  CHECK(tight.reloading(slot));
+  CHECK_FALSE(tight.set_aside(slot));
+  tight.store().check_invariants();
+  for (const int steps : {0, 2}) {
+    CAPTURE(steps);
+    o.reload_steps = steps, o.host_limit = -1;
+    Engine roomy(tiny(), std::make_shared<Pausing>(), o);
+    const int there = roomy.open();
+    REQUIRE(roomy.restore(there, saved) == Fit::ok);
+    CHECK(roomy.reloading(there) == (steps > 0));
+    std::vector<std::int32_t> likeliest(1);
+    for (std::size_t i = 0; i + 1 < wanted.size(); ++i) {
+      REQUIRE(roomy.step({there}, {&wanted[i], 1}, StepResult(likeliest)) == Fit::ok);
+      CHECK(likeliest[0] == wanted[i + 1]);
+    }
+    roomy.store().check_invariants();
+    o.reload_steps = 2, o.host_limit = bytes_of(2 * page);
+  }
+  o.reload_steps = 0;
+  Engine another(tiny(), std::make_shared<Pausing>(), o);
+  const int empty = another.open();
+  CHECK(another.restore(empty, saved) == Fit::out_of_memory);
+  CHECK(another.used_bytes() == 0);
+  another.store().check_invariants();
 }
 
 TEST_CASE("the latest request is preempted, whatever slot it has") {
