@@ -2,18 +2,18 @@
 
 #include <kvlab/error.hpp>
 #include <kvlab/ops.hpp>
+#include <kvlab/step_numbers.hpp>
 #include <kvlab/tier_demand.hpp>
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <iterator>
 #include <limits>
-#include <span>
 #include <vector>
 
 #include "base/log.hpp"
 #include "base/part_timer.hpp"
-#include "base/stream_memory.hpp"
 #include "compose/aged.hpp"
 #include "compose/over_layers.hpp"
 #include "compose/row_coded.hpp"
@@ -53,21 +53,6 @@ class CountedWorkspace final : public Workspace {
  private:
   Workspace& w_;
   std::size_t bytes_per_slot_ = 0;
-};
-
-// Numbers that lie on the device, always at the same address.
-struct Told {
-  StreamMemory memory;
-  std::vector<std::byte> there;
-
-  template <class T>
-  void put(const std::vector<T>& numbers, Stream s) {
-    const auto bytes = std::as_bytes(std::span(numbers));
-    if (memory && std::equal(bytes.begin(), bytes.end(), there.begin(), there.end())) return;
-    if (!memory) memory = StreamMemory(s, bytes.size());
-    there.assign(bytes.begin(), bytes.end());
-    copy_memory(memory.as<>(), there.data(), there.size(), s);
-  }
 };
 
 class ComposedPolicy final : public Policy, public EditsAuthor, public Verified, public BeforeStep, public Offloads {
@@ -145,7 +130,6 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {
     shape_ = shape;
     amount_ = amount;
-    of_rows_ = {};
     told_ = false;
     page_bytes_ = page_bytes(shape, codecs().front(), needs());
     CountedWorkspace counted(w);
@@ -162,6 +146,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     split_ = dynamic_cast<SteadySplit*>(parts_.split.get());
     const bool evicts = parts_.scorer && every_ > 0 && amount_.kind != BudgetAmount::unlimited;
     steady_ = evicts && !parts_.host && ranks_steadily(*parts_.scorer) && divides_steadily();
+    take_numbers(w);
     scorer_needs_.capturable(scorer_needs_.capturable() && (!evicts || steady_) && !parts_.host);
     selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) && (parts_.selector || !parts_.host));
   }
@@ -251,12 +236,10 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   }
 
   int before_step(const StepCounters& c) override {
-    tell_before_step(parts_.scorer.get(), c);
-    tell_before_step(parts_.selector.get(), c);
-    const auto rows = static_cast<std::size_t>(c.rows);
-    tell({c.position, rows}, {c.step, rows}, c.stream);
+    const int of_parts = tell_before_step(parts_.scorer.get(), c) + tell_before_step(parts_.selector.get(), c);
+    tell(c);
     told_ = true;
-    return variant_;
+    return variant_ + 2 * of_parts;
   }
 
   void release(int slot) override {
@@ -274,6 +257,20 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   }
   bool divides_steadily() const {
     return !parts_.split || over_layers_ || (split_ && (split_->steady() || split_->counted()));
+  }
+
+  void take_numbers(Workspace& w) {
+    const std::int64_t rows = shape_.max_slots, heads = rows * shape_.kv_heads;
+    of_rows_ = {};
+    if (parts_.selector) of_rows_.pages = {"pages to attend to", heads, w};
+    if (parts_.selector && parts_.host && !constant()) of_rows_.rooms = {"pages on the device", heads, w};
+    if (!steady_) return;
+    of_rows_.pins = {"pins of rows", rows, w}, of_rows_.keep_all = {"rows that keep all", rows, w};
+    if (!parts_.split)
+      of_rows_.keep = {"tokens to keep", heads, w};
+    else
+      of_rows_.totals = {"totals of rows", rows, w};
+    if (split_ && split_->counted()) of_rows_.layers = {"tokens of layers", rows * shape_.layers, w};
   }
 
   // Refuses a budget below the tokens that are always kept: it would not be obeyed. (A ratio grows with the sequence.)
@@ -402,13 +399,13 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   // due keep everything, and cost neither scores nor a division.
   void compress_steadily(const LayerStep& kv, Edits& edits, Stream s) {
     if (kv.layer < dense_layers_) return;
-    if (!told_) tell(of_rows(kv, kv.position), of_rows(kv, kv.step), s);
+    if (!told_) tell(counters_of(kv, s));
     // No graph holds a CPU's step, so the host may look.
     if (s.device() == Device::cpu ? !any_due_ : variant_ == 0) return;
     const PartTimer timer(Part::score);
     const bool divides_by_score = parts_.split && !over_layers_ && !split_->counted(), by_age = parts_.scorer->by_age();
     Surplus surplus;
-    surplus.pins = of_rows_.pins.memory.as<Pins>();
+    surplus.pins = of_rows_.pins.data();
     Scores scores;
     LayerKv due = kv;
     PagedKv pages = kv.pages;
@@ -430,7 +427,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   // Makes `due` a view of the same layer in which the rows that are not due hold no token. Borrows `pages`.
   void leave_out_others(LayerKv& due, PagedKv& pages, Stream s) {
     const auto length = due.scratch<std::int32_t>("tokens of rows that are due", {shape_.max_slots, due.kv_heads()});
-    ops::lengths_of_rows(due.pages, of_rows_.keep_all.memory.as<std::uint8_t>(), length, s);
+    ops::lengths_of_rows(due.pages, of_rows_.keep_all.data(), length, s);
     pages.length = due.pages.length = due.host_pages.length = length;
     due.keys.kv = due.values.kv = &pages;
   }
@@ -447,93 +444,96 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
       a.layers = shape_.layers - dense_layers_;
       a.scores = scores;
       a.length = split_->counted() ? length : head_lengths(due, s);
-      a.pins = of_rows_.pins.memory.as<Pins>();
-      a.total = of_rows_.totals.memory.as<std::int32_t>();
+      a.pins = of_rows_.pins.data();
+      a.total = of_rows_.totals.data();
       a.keep = keep;
       a.kv = &due;
       a.host_pins = pins_.data();
       a.host_total = totals_.data();
       if (split_->counted())
-        ops::allot_tokens(a, of_rows_.layers.memory.as<std::int32_t>() + std::int64_t{a.layer} * shape_.max_slots, s);
+        ops::allot_tokens(a, of_rows_.layers.data() + std::int64_t{a.layer} * shape_.max_slots, s);
       else
         parts_.split->allot(a, s);
     }
-    ops::round_allotment(length, of_rows_.keep_all.memory.as<std::uint8_t>(), unit(), keep, s);
+    ops::round_allotment(length, of_rows_.keep_all.data(), unit(), keep, s);
     return keep;
   }
 
   // Tokens that a head keeps come in multiples of these: a budget in bytes pays for whole pages.
   int unit() const { return amount_.kind == BudgetAmount::bytes ? shape_.page_size : 1; }
 
-  static std::span<const std::int32_t> of_rows(const LayerKv& kv, const std::int32_t* numbers) {
-    return {numbers, static_cast<std::size_t>(kv.rows())};
+  // Of a step that nobody told of.
+  static StepCounters counters_of(const LayerKv& kv, Stream s) {
+    StepCounters c;
+    c.rows = kv.rows(), c.position = kv.position, c.step = kv.step, c.stream = s;
+    return c;
   }
-  View<const std::int32_t, 2> of_heads(const Told& numbers, const LayerKv& kv) const {
-    return View<const std::int32_t, 2>::dense(numbers.memory.as<std::int32_t>(), {kv.rows(), kv.kv_heads()});
+  View<const std::int32_t, 2> of_heads(const StepNumbers<std::int32_t>& numbers, const LayerKv& kv) const {
+    return View<const std::int32_t, 2>::dense(numbers.data(), {kv.rows(), kv.kv_heads()});
   }
 
-  // Copies a step's numbers to where graphs read them. Those that are there already are not copied again.
-  void tell(std::span<const std::int32_t> position, std::span<const std::int32_t> step, Stream s) {
-    if (parts_.selector && !(constant() && of_rows_.pages.memory)) {
-      const auto pages = of_all_rows(position, [&](int n) { return pages_of_budget(n); });
-      of_rows_.pages.put(for_all_heads(pages), s);
+  // Copies a step's numbers to where graphs read them.
+  void tell(const StepCounters& c) {
+    if (parts_.selector) {
+      for_all_heads(c, of_rows_.pages, [&](int n) { return pages_of_budget(n); });
       if (parts_.host && !constant())
-        of_rows_.rooms.put(
-            for_all_heads(of_all_rows(position, [&](int n) { return std::max(resident_pages(), pages_of_budget(n)); })),
-            s);
+        for_all_heads(c, of_rows_.rooms, [&](int n) { return std::max(resident_pages(), pages_of_budget(n)); });
     }
-    if (steady_) tell_evictions(position, step, s);
+    if (steady_) tell_evictions(c);
   }
 
-  void tell_evictions(std::span<const std::int32_t> position, std::span<const std::int32_t> step, Stream s) {
-    const std::size_t rows = position.size();
-    totals_ = of_all_rows(position, [&](int n) { return total(n); });
+  void tell_evictions(const StepCounters& c) {
+    const auto rows = static_cast<std::size_t>(c.rows);
+    totals_.resize(static_cast<std::size_t>(shape_.max_slots));
     keep_all_.assign(totals_.size(), 1);
     any_due_ = false;
+    for (std::size_t r = 0; r < totals_.size(); ++r) totals_[r] = total(seen_by(c, r));
     for (std::size_t r = 0; r < rows; ++r) {
-      keep_all_[r] = (step[r] + 1) % every_ != 0 || totals_[r] >= position[r];
+      keep_all_[r] = (c.step[r] + 1) % every_ != 0 || totals_[r] >= c.position[r];
       any_due_ = any_due_ || !keep_all_[r];
     }
     // Where each step evicts, short rows are so few that steps without an eviction are no variant of their own.
     variant_ = every_ == 1 || any_due_ ? 1 : 0;
     if (variant_ == 0) return;
-    pins_.assign(totals_.size(), {}), budgets_.clear();
+    pins_.assign(totals_.size(), {});
+    std::vector<std::int32_t>& keep = of_rows_.keep.fresh();
     for (std::size_t r = 0; r < totals_.size(); ++r) {
       const bool stays = every_ > 1 && keep_all_[r];
       if (!stays) pins_[r] = parts_.scorer->pins(totals_[r]);
-      const int keep = stays ? unlimited : std::max(totals_[r], pins_[r].first + pins_[r].last);
-      budgets_.push_back(keep - keep % unit());
+      const int least = stays ? unlimited : std::max(totals_[r], pins_[r].first + pins_[r].last);
+      if (!parts_.split) keep.insert(keep.end(), static_cast<std::size_t>(shape_.kv_heads), least - least % unit());
     }
-    of_rows_.pins.put(pins_, s);
-    of_rows_.keep_all.put(keep_all_, s);
-    if (!parts_.split) return of_rows_.keep.put(for_all_heads(budgets_), s);
-    for (std::size_t r = 0; r < rows; ++r) totals_[r] = std::min(totals_[r], position[r]);
-    of_rows_.totals.put(totals_, s);
+    of_rows_.pins.put(c, pins_.data(), std::ssize(pins_));
+    of_rows_.keep_all.put(c, keep_all_.data(), std::ssize(keep_all_));
+    if (!parts_.split) return of_rows_.keep.put(c);
+    for (std::size_t r = 0; r < rows; ++r) totals_[r] = std::min(totals_[r], c.position[r]);
+    of_rows_.totals.put(c, totals_.data(), std::ssize(totals_));
     if (!split_ || !split_->counted()) return;
-    CountedBudget::Counters c;
-    c.layers = shape_.layers - dense_layers_;
-    budgets_.clear();
-    for (c.layer = 0; c.layer < c.layers; ++c.layer)
+    CountedBudget::Counters counters;
+    counters.layers = shape_.layers - dense_layers_;
+    std::vector<std::int32_t>& of_layers = of_rows_.layers.fresh();
+    for (counters.layer = 0; counters.layer < counters.layers; ++counters.layer)
       for (std::size_t r = 0; r < totals_.size(); ++r) {
-        c.total = totals_[r], c.position = r < rows ? position[r] : totals_[r];
-        c.pinned = pins_[r].first + pins_[r].last;
-        budgets_.push_back(keep_all_[r] ? unlimited : split_->tokens(c));
+        counters.total = totals_[r], counters.position = r < rows ? c.position[r] : totals_[r];
+        counters.pinned = pins_[r].first + pins_[r].last;
+        of_layers.push_back(keep_all_[r] ? unlimited : split_->tokens(counters));
       }
-    of_rows_.layers.put(budgets_, s);
+    of_rows_.layers.put(c);
   }
 
-  std::vector<std::int32_t> for_all_heads(const std::vector<std::int32_t>& of_rows) const {
-    std::vector<std::int32_t> all;
-    for (const std::int32_t n : of_rows) all.insert(all.end(), static_cast<std::size_t>(shape_.kv_heads), n);
-    return all;
+  // The text of a row. Other steps may have more rows than this one, so there are numbers for each slot. All rows of a
+  // constant budget have one.
+  static int seen_by(const StepCounters& c, std::size_t row) {
+    return c.rows == 0 ? 1 : c.position[row < static_cast<std::size_t>(c.rows) ? row : 0];
   }
 
-  // A number for each slot, since other steps may have more rows than this one. All rows of a constant budget have one.
+  // of(tokens of text) for each head of each row.
   template <class Of>
-  std::vector<std::int32_t> of_all_rows(std::span<const std::int32_t> position, Of of) const {
-    std::vector<std::int32_t> all(static_cast<std::size_t>(shape_.max_slots), of(position.empty() ? 1 : position[0]));
-    std::transform(position.begin(), position.end(), all.begin(), of);
-    return all;
+  void for_all_heads(const StepCounters& c, StepNumbers<std::int32_t>& numbers, Of of) const {
+    std::vector<std::int32_t>& all = numbers.fresh();
+    for (std::size_t row = 0; row < static_cast<std::size_t>(shape_.max_slots); ++row)
+      all.insert(all.end(), static_cast<std::size_t>(shape_.kv_heads), of(seen_by(c, row)));
+    numbers.put(c);
   }
 
   static View<const std::int32_t, 2> head_lengths(const LayerKv& kv, Stream s) {
@@ -552,7 +552,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
 
   View<const std::int32_t, 2> page_budgets(const LayerStep& step, Stream s) {
     if (step.rows() == 0) return {};
-    if (!told_) tell(of_rows(step, step.position), of_rows(step, step.step), s);
+    if (!told_) tell(counters_of(step, s));
     return of_heads(of_rows_.pages, step);
   }
 
@@ -603,9 +603,11 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   int variant_ = 0;               // 1 = of a step that evicts
   // Numbers of a step's rows, memory of the device.
   struct {
-    Told pages, rooms;              // [row, kv_head] pages to attend to, and that may be on the device
-    Told pins, keep;                // [row], [row, kv_head]: what evictions leave
-    Told totals, keep_all, layers;  // [row], [row], [layer, row]: of a split
+    StepNumbers<std::int32_t> pages, rooms;    // [row, kv_head] to attend to, and that may be on the device
+    StepNumbers<Pins> pins;                    // [row] what evictions leave, like the next two
+    StepNumbers<std::int32_t> keep;            // [row, kv_head]
+    StepNumbers<std::uint8_t> keep_all;        // [row]
+    StepNumbers<std::int32_t> totals, layers;  // [row], [layer, row]: of a split
   } of_rows_;
   Shape shape_;
   BudgetAmount amount_, for_pages_;  // the experiment's; the same less the state of scorer and selector
@@ -614,7 +616,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   std::optional<OverLayers> over_layers_;  // where the split divides over them
   // Buffers of one callback; they outlive it so that a decode step allocates nothing.
   std::vector<std::uint8_t> last_, due_, keep_all_;  // [row]
-  std::vector<std::int32_t> totals_, budgets_;       // [row], [row, kv_head]
+  std::vector<std::int32_t> totals_;                 // [row]
   std::vector<Pins> pins_;                           // [row]
 };
 

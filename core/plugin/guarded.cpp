@@ -84,10 +84,12 @@ class Guard : public Interface {
 
   // Tells the object of a decode step that begins, if it asks for that.
   int prepare(const StepCounters& c) const {
-    ask("prepare_step", [&](Interface& object) {
-      if (auto* prepares = dynamic_cast<PreparesSteps*>(&object)) prepares->prepare_step(c);
+    return ask("prepare_step", [&](Interface& object) {
+      auto* prepares = dynamic_cast<PreparesSteps*>(&object);
+      if (!prepares) return 0;
+      prepares->prepare_step(c);
+      return prepares->step_variant();
     });
-    return 0;
   }
 
   Callee who_;

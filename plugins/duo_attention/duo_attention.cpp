@@ -29,9 +29,7 @@ class DuoAttention final : public kvlab::Policy {
     return kvlab::StreamingHeads::prompt_masks(retrieval_, pins_);
   }
 
-  kvlab::Demand demand(int prompt, int max_new) const override {
-    return kvlab::StreamingHeads::demand(pins_, sparsity_, prompt, max_new);
-  }
+  kvlab::Demand demand(int prompt, int max_new) const override { return streaming_.demand(prompt, max_new); }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream) override {
     if (kv.last[0] || masks_prompts_) edits.evict_surplus(streaming_.surplus(kv));

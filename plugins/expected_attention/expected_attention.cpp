@@ -23,7 +23,7 @@ class ExpectedAttention final : public kvlab::Scorer, public kvlab::PreparesStep
     seen_ = {"seen", shape.max_slots, w};
   }
   bool steady_score() const override { return true; }
-  void prepare_step(const kvlab::StepCounters& c) override { seen_.put(c, {c.position, c.position + c.rows}); }
+  void prepare_step(const kvlab::StepCounters& c) override { seen_.put(c, c.position, c.rows); }
 
   void observe(const kvlab::LayerKv& kv, kvlab::Stream s) override {
     if (!kv.chunk_queries) return;

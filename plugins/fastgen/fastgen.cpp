@@ -39,8 +39,9 @@ class FastGen final : public kvlab::Policy, public kvlab::PreparesSteps {
   }
 
   void prepare_step(const kvlab::StepCounters& c) override {
-    seen_.put(c, {c.position, c.position + c.rows});
-    rules_.put(c, rules_of(c.position, c.rows));
+    seen_.put(c, c.position, c.rows);
+    list_rules(c.position, c.rows, rules_.fresh());
+    rules_.put(c);
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
@@ -76,8 +77,7 @@ class FastGen final : public kvlab::Policy, public kvlab::PreparesSteps {
   int window(int tokens) const { return std::max(1, static_cast<int>(local_ * tokens)); }
 
   // [row, rule] for texts of so many tokens.
-  std::vector<KeepRule> rules_of(const std::int32_t* position, int rows) const {
-    std::vector<KeepRule> all;
+  void list_rules(const std::int32_t* position, int rows, std::vector<KeepRule>& all) const {
     for (int row = 0; row < rows; ++row) {
       const int tokens = position[row];
       KeepRule rule{.kinds = special_, .first = sinks_};
@@ -90,11 +90,12 @@ class FastGen final : public kvlab::Policy, public kvlab::PreparesSteps {
       all.push_back(rule);
       all.push_back({.best = KeepRule::all});
     }
-    return all;
   }
   kvlab::View<const KeepRule, 2> rules_of(const kvlab::LayerKv& kv) const {
     if (kv.queries) return kvlab::View<const KeepRule, 2>::dense(rules_.data(), {kv.rows(), rules});
-    return kvlab::upload(*kv.workspace, "rules", rules_of(kv.position, kv.rows()).data(), {kv.rows(), rules});
+    std::vector<KeepRule> of_prompt;
+    list_rules(kv.position, kv.rows(), of_prompt);
+    return kvlab::upload(*kv.workspace, "rules", of_prompt.data(), {kv.rows(), rules});
   }
 
   // The attention of these queries to each token, summed over them, mean over the group. newest: ops::window_votes.

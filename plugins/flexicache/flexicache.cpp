@@ -87,7 +87,7 @@ class FlexiCache final : public kvlab::Policy, public kvlab::PreparesSteps {
     budget.require(pins_.last + shape.page_size, "the newest ones and a page");
     to_choose_ = {"pages to choose", shape, budget, w};
     chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
-    if (by_prompt_) order_ = kvlab::KeptPageOrder("scores of the prompt's end", shape, w);
+    if (by_prompt_) order_ = kvlab::KeptPageOrder("page order", shape, w), renewal_ = {shape, w};
     if (staggers_) turns_ = kvlab::Turns("turns", shape, period_, w);
     if (unstable_heads_) unstable_ = kvlab::HeadClass("unstable heads", shape, marks_, w);
     decoded_.assign(static_cast<std::size_t>(shape.max_slots), false);
@@ -96,7 +96,9 @@ class FlexiCache final : public kvlab::Policy, public kvlab::PreparesSteps {
   void prepare_step(const kvlab::StepCounters& c) override {
     to_choose_.prepare(c, [this](int tokens) { return unpaid(tokens); });
     for (int row = 0; row < c.rows; ++row) decoded_[static_cast<std::size_t>(c.slots[row])] = true;
+    if (by_prompt_) renewal_.prepare(c);
   }
+  int step_variant() const override { return renewal_.due(); }
 
   void release(int slot) override { decoded_[static_cast<std::size_t>(slot)] = false; }
 
@@ -122,7 +124,9 @@ class FlexiCache final : public kvlab::Policy, public kvlab::PreparesSteps {
   }
 
   void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
-    if (step.layer < dense_ || !overlaps_) return;
+    if (step.layer < dense_) return;
+    renewal_.renew(step, choice_, order_, s);
+    if (!overlaps_) return;
     choose(step, step.queries, due(step).except(unstable_.of(step)), s);
     place(step, due(step), beside(), edits);
   }
@@ -167,6 +171,7 @@ class FlexiCache final : public kvlab::Policy, public kvlab::PreparesSteps {
   std::vector<bool> decoded_;        // [slot] whether its sequence has made a step
   kvlab::KeptPages chosen_;
   kvlab::KeptPageOrder order_;  // in which pages leave when device memory runs short
+  kvlab::PageOrderRenewal renewal_;
   kvlab::BudgetPages to_choose_;
   kvlab::Turns turns_;
   kvlab::HeadClass unstable_;

@@ -66,14 +66,16 @@ class FreeKv final : public kvlab::Policy, public kvlab::PreparesSteps {
     budget.require(pins_.first + pins_.last + shape.page_size, "sinks, window and a page");
     to_choose_ = {"pages to choose", shape, budget, w};
     chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
-    order_ = kvlab::KeptPageOrder("scores of the prompt's end", shape, w);
+    order_ = kvlab::KeptPageOrder("page order", shape, w), renewal_ = {shape, w};
     last_ = kvlab::KeptQueries("last query", shape, w);
     turned_ = kvlab::KeptFlags("turned", shape, w);
   }
 
   void prepare_step(const kvlab::StepCounters& c) override {
     to_choose_.prepare(c, [this](int tokens) { return unpaid(tokens); });
+    renewal_.prepare(c);
   }
+  int step_variant() const override { return renewal_.due(); }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     if (kv.layer < dense_ || !kv.last[0]) return;
@@ -99,7 +101,9 @@ class FreeKv final : public kvlab::Policy, public kvlab::PreparesSteps {
   }
 
   void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
-    if (step.layer < dense_ || !speculation_) return;
+    if (step.layer < dense_) return;
+    renewal_.renew(step, choice_, order_, s);
+    if (!speculation_) return;
     choose(step, step.queries, Heads::flagged(turned_.of(step), false), {}, edits, s);
   }
 
@@ -126,6 +130,7 @@ class FreeKv final : public kvlab::Policy, public kvlab::PreparesSteps {
   kvlab::PageChoice choice_;
   kvlab::KeptPages chosen_;
   kvlab::KeptPageOrder order_;  // in which pages leave when device memory runs short
+  kvlab::PageOrderRenewal renewal_;
   kvlab::BudgetPages to_choose_;
   kvlab::KeptQueries last_;
   kvlab::KeptFlags turned_;

@@ -27,7 +27,7 @@ class H2o final : public kvlab::Scorer, public kvlab::PreparesSteps {
   }
 
   void prepare_step(const kvlab::StepCounters& c) override {
-    if (mean_) seen_.put(c, {c.position, c.position + c.rows});
+    if (mean_) seen_.put(c, c.position, c.rows);
   }
 
   void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {

@@ -46,17 +46,18 @@ class Keyformer final : public kvlab::Scorer, public kvlab::PreparesSteps {
   }
 
   void prepare_step(const kvlab::StepCounters& c) override {
-    std::vector<float> temperatures;
+    seen_.put(c, c.position, c.rows);
+    std::vector<float>& temperatures = temperatures_.fresh();
     for (int row = 0; row < c.rows; ++row) temperatures.push_back(temperature(c.step[row] + 1));
-    seen_.put(c, {c.position, c.position + c.rows});
-    temperatures_.put(c, temperatures);
+    temperatures_.put(c);
     if (!noise_) return;
-    std::vector<std::uint64_t> keys(static_cast<std::size_t>(layers_ * of_layer_));
+    std::vector<std::uint64_t>& keys = keys_.fresh();
+    keys.resize(static_cast<std::size_t>(layers_ * of_layer_));
     for (int layer = 0; layer < layers_; ++layer) {
       std::uint64_t* to = &keys[static_cast<std::size_t>(layer * of_layer_)];
       for (int row = 0; row < c.rows; ++row) to = noise_keys(c.sequence[row], layer, c.position[row], 1, to);
     }
-    keys_.put(c, keys);
+    keys_.put(c);
   }
 
   // Adds the noisy attention of the step's queries, or of a prompt's part, to the scores: the mean over each group.

@@ -81,6 +81,7 @@ class LeanKv final : public kvlab::Policy {
   }
 
   std::vector<kvlab::CodecSpec> codecs() const override { return codecs_; }
+  // demand() says nothing: how many tokens a head keeps follows from its scores, and there is one tier.
 
   kvlab::Needs needs() const override {
     return kvlab::Needs{}

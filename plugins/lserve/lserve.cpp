@@ -65,9 +65,7 @@ class LServe final : public kvlab::Policy {
     return StreamingHeads::prompt_masks(retrieval_, {.first = pins_.first, .last = prompt_window_});
   }
 
-  kvlab::Demand demand(int prompt, int max_new) const override {
-    return StreamingHeads::demand(pins_, sparsity_, prompt, max_new);
-  }
+  kvlab::Demand demand(int prompt, int max_new) const override { return held_.demand(prompt, max_new); }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream) override {
     if (kv.last[0]) edits.evict_surplus(held_.surplus(kv));

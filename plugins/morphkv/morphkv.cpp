@@ -46,12 +46,12 @@ class MorphKv final : public kvlab::Scorer, public kvlab::PreparesSteps {
   }
 
   void prepare_step(const kvlab::StepCounters& c) override {
-    std::vector<std::int32_t> place, older;
+    std::vector<std::int32_t>&place = place_.fresh(), &older = older_.fresh();
     for (int row = 0; row < c.rows; ++row) {
       place.push_back((c.position[row] - 1) % window_);
       older.push_back(c.position[row] - window_);
     }
-    place_.put(c, place), older_.put(c, older);
+    place_.put(c), older_.put(c);
   }
 
   // Logits of a group add up, and so do its queries: for all rows at once, then each row's go to their place.

@@ -74,10 +74,10 @@ class OmniKv final : public kvlab::Policy, public kvlab::PreparesSteps {
   }
 
   void prepare_step(const kvlab::StepCounters& c) override {
-    std::vector<std::int32_t> keep;
+    std::vector<std::int32_t>& keep = keep_.fresh();
     for (int row = 0; row < c.rows; ++row)
       keep.insert(keep.end(), static_cast<std::size_t>(kv_heads_), tokens(c.step[row] + 1, c.position[row]));
-    keep_.put(c, keep);
+    keep_.put(c);
   }
 
   // The prompt of a sparse layer goes to the host. The first step brings what is chosen.

@@ -29,6 +29,13 @@ class RazorAttention final : public kvlab::Policy, public kvlab::PreparesSteps {
     echo_scores_ = profile.at("echo").values, induction_scores_ = profile.at("induction").values;
   }
 
+  // A step appends its token before one leaves. Compensation tokens lie beside the pages.
+  kvlab::Demand demand(int prompt, int max_new) const override {
+    return tiers_.of_device(prompt, max_new, [&](int n, bool decodes) {
+      return decodes && !decodes_ ? kept_of(prompt) + max_new : kept_of(n) + decodes;
+    });
+  }
+
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
     if (compensation_) made_up_ = kvlab::KeptMadeUp("compensation tokens", shape, 1, w);
     const auto heads = static_cast<std::size_t>(shape.layers) * static_cast<std::size_t>(shape.kv_heads);
@@ -37,6 +44,7 @@ class RazorAttention final : public kvlab::Policy, public kvlab::PreparesSteps {
       razor_attention::mark(razor_attention::of_heads(induction_scores_, heads, "induction"), induction_, marks_);
       razor_attention::mark(razor_attention::of_heads(echo_scores_, heads, "echo"), echo_, marks_);
     }
+    tiers_ = kvlab::TierDemand(shape, {}, kvlab::StreamingHeads::share(marks_));
     if (share_ > 0) {
       kv_heads_ = shape.kv_heads;
       of_layer_ = std::int64_t{shape.max_slots} * kv_heads_;
@@ -49,14 +57,14 @@ class RazorAttention final : public kvlab::Policy, public kvlab::PreparesSteps {
 
   void prepare_step(const kvlab::StepCounters& c) override {
     if (share_ == 0 || !decodes_) return;
-    std::vector<std::int32_t> all;
+    std::vector<std::int32_t>& all = keep_.fresh();
     for (std::int64_t at = 0; at < std::ssize(marks_); at += kv_heads_) {
-      const std::vector<std::int32_t> of_rows = growing(at, c.position, c.rows);
-      all.insert(all.end(), of_rows.begin(), of_rows.end());
+      list_growing(at, c.position, c.rows, all);
       all.resize(static_cast<std::size_t>((at / kv_heads_ + 1) * of_layer_));
     }
-    keep_.put(c, all);
-    pins_.put(c, std::vector<kvlab::Pins>(static_cast<std::size_t>(c.rows), {.first = sinks_}));
+    keep_.put(c);
+    pins_.fresh().assign(static_cast<std::size_t>(c.rows), {.first = sinks_});
+    pins_.put(c);
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
@@ -80,21 +88,24 @@ class RazorAttention final : public kvlab::Policy, public kvlab::PreparesSteps {
     if (!kv.chunk_queries)
       return {.keep = kvlab::View<const std::int32_t, 2>::dense(keep_.data() + kv.layer * of_layer_, extent),
               .pins = pins_.data()};
-    const std::vector<std::int32_t> keep = growing(std::int64_t{kv.layer} * kv.kv_heads(), kv.position, kv.rows());
+    std::vector<std::int32_t> keep;
+    list_growing(std::int64_t{kv.layer} * kv.kv_heads(), kv.position, kv.rows(), keep);
     const std::vector<kvlab::Pins> pins(static_cast<std::size_t>(kv.rows()), {.first = sinks_});
     return {.keep = kv.upload_heads("tokens to keep", keep.data()), .pins = kv.upload("pins", pins.data())};
   }
-  // Of a layer, whose first head has this number: [row, kv_head].
-  std::vector<std::int32_t> growing(std::int64_t first_head, const std::int32_t* position, int rows) const {
-    std::vector<std::int32_t> keep;
+  // Adds those of a layer, whose first head has this number: [row, kv_head].
+  void list_growing(std::int64_t first_head, const std::int32_t* position, int rows,
+                    std::vector<std::int32_t>& keep) const {
     for (int row = 0; row < rows; ++row) {
-      const std::int64_t window = std::max(window_, static_cast<int>(share_ * position[row]));
-      const std::int64_t streaming = std::min<std::int64_t>(kvlab::StreamingHeads::everything, sinks_ + window);
+      const std::int64_t streaming = std::min<std::int64_t>(kvlab::StreamingHeads::everything, kept_of(position[row]));
       for (int head = 0; head < kv_heads_; ++head)
         keep.push_back(marks_[static_cast<std::size_t>(first_head + head)] ? kvlab::StreamingHeads::everything
                                                                            : static_cast<std::int32_t>(streaming));
     }
-    return keep;
+  }
+  // The tokens that another head keeps of so many.
+  std::int64_t kept_of(int tokens) const {
+    return std::int64_t{sinks_} + std::max(window_, static_cast<int>(share_ * tokens));
   }
 
   int sinks_, window_;
@@ -102,7 +113,8 @@ class RazorAttention final : public kvlab::Policy, public kvlab::PreparesSteps {
   bool decodes_, retrieval_heads_, compensation_;
   std::vector<float> echo_scores_, induction_scores_;  // [layer, kv_head], like marks_
   std::vector<bool> marks_;                            // of retrieval heads
-  kvlab::StreamingHeads streaming_;                    // of a window that does not grow
+  kvlab::TierDemand tiers_;
+  kvlab::StreamingHeads streaming_;  // of a window that does not grow
   int kv_heads_ = 0;
   std::int64_t of_layer_ = 0;              // of numbers of rows and KV heads, with those of a step's missing rows
   kvlab::StepNumbers<std::int32_t> keep_;  // [layer][row, kv_head]

@@ -53,14 +53,14 @@ class SparQ final : public kvlab::Policy, public kvlab::KeepsTokens, public kvla
   }
 
   void prepare_step(const kvlab::StepCounters& c) override {
-    std::vector<std::int32_t> keep;
-    std::vector<kvlab::Pins> pins;
+    std::vector<std::int32_t>& keep = keep_.fresh();
+    std::vector<kvlab::Pins>& pins = pins_.fresh();
     for (int row = 0; row < c.rows; ++row) {
       const int tokens = steady_ ? tokens_ : std::max(1, c.budget[row]);
       keep.insert(keep.end(), static_cast<std::size_t>(kv_heads_), tokens);
       pins.push_back({.last = newest(tokens)});
     }
-    keep_.put(c, keep), pins_.put(c, pins);
+    keep_.put(c), pins_.put(c);
   }
 
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {

@@ -57,9 +57,7 @@ class SubGen final : public kvlab::Policy {
     heads_ = kvlab::StreamingHeads(shape, std::vector<bool>(heads, false), pins_, w);
   }
 
-  kvlab::Demand demand(int prompt, int max_new) const override {
-    return kvlab::StreamingHeads::demand(pins_, 1, prompt, max_new);
-  }
+  kvlab::Demand demand(int prompt, int max_new) const override { return heads_.demand(prompt, max_new); }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     if (!kv.last[0]) return;

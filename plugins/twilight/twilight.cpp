@@ -57,10 +57,10 @@ class Twilight final : public kvlab::Policy, public kvlab::KeepsTokens, public k
 
   void prepare_step(const kvlab::StepCounters& c) override {
     if (tokens_ > 0) return;
-    std::vector<std::int32_t> of_heads;
+    std::vector<std::int32_t>& of_heads = counts_.fresh();
     for (int row = 0; row < c.rows; ++row)
       of_heads.insert(of_heads.end(), static_cast<std::size_t>(kv_heads_), pages_of(candidates_of(c.position[row])));
-    counts_.put(c, of_heads);
+    counts_.put(c);
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits&, kvlab::Stream s) override {

@@ -1,8 +1,13 @@
 // Which pages are of the least use on the device, kept from step to step: for Placing::order beside a list that lasts.
 // ops.hpp says what holds for every op.
 #pragma once
+#include <cstdint>
+#include <vector>
+
 #include "kvlab/kv.hpp"
+#include "kvlab/ops.hpp"
 #include "kvlab/policy.hpp"
+#include "kvlab/step_numbers.hpp"
 #include "kvlab/stream.hpp"
 #include "kvlab/workspace.hpp"
 
@@ -32,4 +37,47 @@ void keep_page_scores(const PagedKv& kv, View<const float, 3> scores, const Pins
                       View<float, 3> order, Stream s);
 
 }  // namespace ops
+
+// Ranks pages anew while sequences decode: each by the query of every 32nd of its steps. Without it the order is that
+// of the prompt's end. Steps in which no sequence is due do nothing: due ones are a kind of their own. A policy with
+// PreparesSteps calls it so:
+//   prepare_step: renewal_.prepare(c)    step_variant: return renewal_.due()    observe: renewal_.renew(...)
+class PageOrderRenewal {
+ public:
+  static constexpr int every = 32;  // decode steps of a sequence
+
+  PageOrderRenewal() = default;
+  // Takes memory in attach.
+  PageOrderRenewal(const Shape& s, Workspace& w)
+      : slots_(s.max_slots), due_("sequences whose pages are ranked anew", s.max_slots, w) {}
+
+  void prepare(const StepCounters& c) {
+    std::vector<std::uint8_t>& due = due_.fresh();
+    due.assign(static_cast<std::size_t>(slots_), 0);
+    any_ = false;
+    for (int row = 0; row < c.rows; ++row) {
+      if ((c.step[row] + 1) % every != 0) continue;
+      due[static_cast<std::size_t>(c.slots[row])] = 1;
+      any_ = true;
+    }
+    if (any_) due_.put(c);
+  }
+  bool due() const { return any_; }  // whether a sequence of the step is
+
+  // choice: that of the policy's lists. Bytes in a step that is due: the summaries of the due sequences' pages.
+  void renew(const LayerStep& step, const PageChoice& choice, const KeptPageOrder& order, Stream s) const {
+    if (!any_) return;
+    const Heads heads = Heads::flagged({due_.data(), {slots_, step.kv_heads()}, {1, 0}});
+    const PageList best = step.list<PageList>("best page", 1);
+    const Scores scores =
+        ops::choose_pages(step, step.queries, choice.among(heads), ops::PageCounts{.same = 1}, best, s);
+    ops::keep_page_scores(step.pages, scores, choice.leave_out, heads, order.of(step), s);
+  }
+
+ private:
+  int slots_ = 0;
+  bool any_ = false;
+  StepNumbers<std::uint8_t> due_;  // [slot]
+};
+
 }  // namespace kvlab

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -43,6 +44,9 @@ class PreparesSteps {
   virtual ~PreparesSteps() = default;
   // Before every decode step. All that it puts holds for the callbacks of all layers.
   virtual void prepare_step(const StepCounters& c) = 0;
+  // The kind of the step that was prepared last. Steps of one kind and as many rows give the stream the same work. So
+  // seldom work may be a kind of its own: a GPU has a graph of each, and the other steps pay nothing for it.
+  virtual int step_variant() const { return 0; }
 };
 
 // At most `most` numbers, always at the same address of the device. Takes them in attach.
@@ -53,26 +57,33 @@ class StepNumbers {
  public:
   StepNumbers() = default;
   StepNumbers(const char* tag, std::int64_t most, Workspace& w)
-      : data_(static_cast<T*>(w.room(tag, static_cast<std::size_t>(most) * sizeof(T)))),
-        most_(static_cast<std::size_t>(most)) {}
+      : data_(static_cast<T*>(w.room(tag, static_cast<std::size_t>(most) * sizeof(T)))), most_(most) {
+    fresh_.reserve(static_cast<std::size_t>(most));
+    there_.reserve(static_cast<std::size_t>(most));
+  }
 
+  // An empty list to fill, for put(c). It keeps its room, so a step takes no memory.
+  std::vector<T>& fresh() {
+    fresh_.clear();
+    return fresh_;
+  }
   // In prepare_step. Numbers that are there already are not copied again.
-  void put(const StepCounters& c, const std::vector<T>& numbers) {
-    const std::size_t bytes = numbers.size() * sizeof(T);
-    if (numbers.size() == there_.size() && (bytes == 0 || std::memcmp(numbers.data(), there_.data(), bytes) == 0))
-      return;
-    if (numbers.size() > most_)
-      throw Error(Errc::plugin, "prepare_step: got " + std::to_string(numbers.size()) + " numbers, wanted at most " +
-                                    std::to_string(most_));
-    there_ = numbers;
+  void put(const StepCounters& c) { put(c, fresh_.data(), std::ssize(fresh_)); }
+  void put(const StepCounters& c, const T* numbers, std::int64_t count) {
+    const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
+    if (count == std::ssize(there_) && (count == 0 || std::memcmp(numbers, there_.data(), bytes) == 0)) return;
+    if (count > most_)
+      throw Error(Errc::plugin,
+                  "prepare_step: got " + std::to_string(count) + " numbers, wanted at most " + std::to_string(most_));
+    there_.assign(numbers, numbers + count);
     ops::put_numbers(data_, there_.data(), bytes, c.stream);
   }
   const T* data() const { return data_; }
 
  private:
   T* data_ = nullptr;
-  std::size_t most_ = 0;
-  std::vector<T> there_;
+  std::int64_t most_ = 0;
+  std::vector<T> fresh_, there_;
 };
 
 // ops::budget_pages of decode steps. A budget in tokens needs no numbers of a step.
@@ -88,10 +99,10 @@ class BudgetPages {
   template <class Of>
   void prepare(const StepCounters& c, Of of) {
     if (!varies_) return;
-    std::vector<std::int32_t> all;
+    std::vector<std::int32_t>& all = numbers_.fresh();
     for (int row = 0; row < c.rows; ++row)
       all.insert(all.end(), static_cast<std::size_t>(kv_heads_), std::max(1, of(c.budget[row]) / page_));
-    numbers_.put(c, all);
+    numbers_.put(c);
     told_ = true;
   }
   // With the same `of`. A prompt's numbers are uploaded, and so are those of a step that nobody prepared.

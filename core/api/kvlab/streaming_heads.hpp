@@ -9,6 +9,7 @@
 #include "kvlab/edits.hpp"
 #include "kvlab/policy.hpp"
 #include "kvlab/statistics.hpp"
+#include "kvlab/tier_demand.hpp"
 #include "kvlab/workspace.hpp"
 
 namespace kvlab {
@@ -22,6 +23,8 @@ class StreamingHeads {
   StreamingHeads(const Shape& shape, const std::vector<bool>& retrieval, Pins pins, Workspace& w) {
     std::vector<std::int32_t> keep;
     for (const bool all : retrieval) keep.push_back(all ? everything : pinned(pins));
+    streaming_ = pinned(pins);
+    tiers_ = TierDemand(shape, {}, share(retrieval));
     keep_ = HeadConstants<std::int32_t>("tokens to keep", shape, keep, w);
     const std::vector<Pins> rows(static_cast<std::size_t>(shape.max_slots), pins);
     pins_ = static_cast<const Pins*>(w.constant("pins", rows.data(), rows.size() * sizeof(Pins)));
@@ -42,13 +45,15 @@ class StreamingHeads {
     return surplus;
   }
 
-  // Policy::demand where a share `sparsity` of the heads are streaming heads: the mean over the heads.
-  static Demand demand(Pins pins, double sparsity, int prompt, int max_new) {
-    const auto held = [&](int n) {
-      const int streaming = std::min(n, pinned(pins));
-      return static_cast<std::int64_t>((1 - sparsity) * n + sparsity * streaming + 1);
-    };
-    return {.device_prefill = held(prompt), .device_decode = held(prompt + max_new)};
+  // Policy::demand. A step appends its token before a head's oldest one leaves.
+  Demand demand(int prompt, int max_new) const {
+    return tiers_.of_device(prompt, max_new, [this](int, bool decodes) { return std::int64_t{streaming_} + decodes; });
+  }
+
+  // The share of these heads that are marked.
+  static double share(const std::vector<bool>& heads) {
+    if (heads.empty()) return 0;
+    return static_cast<double>(std::count(heads.begin(), heads.end(), true)) / static_cast<double>(heads.size());
   }
 
  private:
@@ -56,6 +61,8 @@ class StreamingHeads {
     return static_cast<std::int32_t>(std::min<std::int64_t>(std::int64_t{pins.first} + pins.last, everything));
   }
 
+  TierDemand tiers_;
+  std::int32_t streaming_ = 0;  // tokens that a streaming head keeps
   HeadConstants<std::int32_t> keep_;
   const Pins* pins_ = nullptr;
 };

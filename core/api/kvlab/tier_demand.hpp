@@ -1,4 +1,4 @@
-// Policy::demand where heads keep some pages on the device, and all their full pages on the host.
+// Policy::demand where heads keep some pages on the device: the others lie on the host, or are gone.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -15,7 +15,7 @@ class TierDemand {
   static constexpr int unknown = -1;
 
   TierDemand() = default;
-  // For attach. whole: share of the KV heads of all layers that keep all pages on the device and none on the host.
+  // For attach. whole: share of the KV heads of all layers that keep all pages on the device.
   TierDemand(const Shape& shape, const BudgetAmount& budget, double whole)
       : page_(shape.page_size), budget_(budget), whole_(whole) {}
 
@@ -35,14 +35,25 @@ class TierDemand {
   int pages_of_run(int tokens) const { return tokens > 0 ? (tokens + page_ - 2) / page_ + 1 : 0; }
   int whole_pages(int tokens) const { return (tokens + page_ - 1) / page_; }
 
-  // pages(n, decodes): most pages of another head that the device holds of n tokens, at its prompt's end or, with
-  // `decodes`, after any decode step up to then. `unknown` = the policy does not say. A head holds no more than all.
+  // Where the host has all full pages of the other heads. pages(n, decodes): most pages of such a head that the device
+  // holds of n tokens, at its prompt's end or, with `decodes`, after any decode step up to then. `unknown` = the policy
+  // does not say. A head holds no more than all.
   template <class Pages>
   Demand of(int prompt, int max_new, Pages pages) const {
     const int all = prompt + max_new;
     return {.device_prefill = on_device(prompt, pages(prompt, false)),
             .device_decode = on_device(all, pages(all, true)),
             .host = tokens((1 - whole_) * (all / page_))};
+  }
+
+  // Where what the others do not keep is gone. held(n, decodes): most tokens of such a head, as above.
+  template <class Held>
+  Demand of_device(int prompt, int max_new, Held held) const {
+    Demand demand = of(prompt, max_new, [&](int n, bool decodes) {
+      return whole_pages(static_cast<int>(std::min<std::int64_t>(n, held(n, decodes))));
+    });
+    demand.host = -1;
+    return demand;
   }
 
  private:

@@ -1,5 +1,6 @@
 // Tiers, fidelity where it can be known, and RoPE regimes.
 #include <catch2/catch.hpp>
+#include <kvlab/page_order.hpp>
 #include <limits>
 #include <map>
 
@@ -199,7 +200,7 @@ TEST_CASE("a policy's demand is at least what it takes of each tier") {
 namespace {
 
 // Looks at the order in which a prompt's pages would leave.
-class OrderSeen final : public ForwardingPolicy {
+class OrderSeen : public ForwardingPolicy {
  public:
   using ForwardingPolicy::ForwardingPolicy;
   int heads = 0;  // that had pages to choose from
@@ -211,7 +212,7 @@ class OrderSeen final : public ForwardingPolicy {
         for (int head = 0; head < kv.kv_heads(); ++head) look(kv, e, head);
   }
 
- private:
+ protected:
   void look(const LayerKv& kv, const Edit& e, int head) {
     const int slot = kv.slots[0], p = kv.pages.page_size, n = kv.pages.tokens(0, head), pages = (n + p - 1) / p;
     std::vector<bool> listed(static_cast<std::size_t>(pages));
@@ -245,6 +246,60 @@ TEST_CASE("the pages that a policy chose are the last to leave by its order, but
     const auto seen = std::make_shared<OrderSeen>(p.policy);
     p.replace(seen);
     p.run(prompt, {});
+    CHECK(seen->heads > 0);
+  }
+}
+
+namespace {
+
+// Looks at the order in each step: it changes in every 32nd, and then ranks what that step chose as the last to leave.
+class RenewalSeen final : public OrderSeen {
+ public:
+  using OrderSeen::OrderSeen;
+  int renewed = 0;  // times a layer's order changed
+
+  void observe(const LayerStep& step, Edits& edits, Stream s) override {
+    ForwardingPolicy::observe(step, edits, s);
+    for (const Edit& e : edits.all()) {
+      if (e.verb != Edit::place || !e.order) continue;
+      std::vector<float> order;
+      for (int head = 0; head < step.kv_heads(); ++head)
+        for (int page = 0; page < 8; ++page) order.push_back(e.order(step.slots[0], head, page));
+      std::vector<float>& known = known_[step.layer];
+      const bool changed = !known.empty() && order != known;
+      known = order;
+      const bool due = (step.step[0] + 1) % PageOrderRenewal::every == 0;
+      CHECK((changed == due || step.step[0] == 0));
+      renewed += changed;
+      for (int head = 0; due && head < step.kv_heads(); ++head) look(step, e, head);
+    }
+  }
+
+ private:
+  std::map<int, std::vector<float>> known_;  // [layer]
+};
+
+}  // namespace
+
+TEST_CASE("the order in which pages leave follows the scores of recent steps") {
+  if (on_cuda()) return;  // it reads memory of the host
+  const auto model = tiny_model("llama-gqa3");
+  const auto prompt = test_text(112, model->config.vocab), answer = test_text(70, model->config.vocab, 5);
+  for (const Subject& s : about("policies with an order that lasts",
+                                [](const Subject& s) { return s.label == "freekv" || s.label == "flexicache"; })) {
+    CAPTURE(s.label);
+    PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, 48);
+    auto values = spec.policy->params.values();
+    if (values.count("rerank_every")) values["rerank_every"] = std::int64_t{1};  // every step chooses
+    spec.policy->params = Params(values);
+    EngineOptions o;
+    o.max_tokens = 192;
+    Play p(model, spec, o);
+    const auto seen = std::make_shared<RenewalSeen>(p.policy);
+    p.replace(seen);
+    p.run(prompt, answer);
+    CHECK(seen->renewed > 0);
+    CHECK(seen->renewed % 2 == 0);
     CHECK(seen->heads > 0);
   }
 }

@@ -12,6 +12,7 @@
 #include "ops/select/allot.hpp"
 #include "support/cell_fixture.hpp"
 #include "support/evict_and_recall.hpp"
+#include "support/store_fixture.hpp"
 #include "support/token_reader.hpp"
 
 using namespace kvlab;
@@ -150,6 +151,16 @@ struct Pair {
   }
   int count_ = 0;
 };
+
+// Whether each page of a slot's heads is on the device.
+std::vector<bool> pages_there(const Engine& engine, int layer, int slot) {
+  const Store::Aside copy = engine.store().set_aside(slot);
+  std::vector<bool> out;
+  for (int head = 0; head < copy->shape().kv_heads; ++head)
+    for (int page = 0; page * copy->shape().page_size < copy->length(layer, 0, head); ++page)
+      out.push_back(test::on(*copy, Tier::device, layer, 0, head, page));
+  return out;
+}
 
 }  // namespace
 
@@ -460,6 +471,32 @@ TEST_CASE("cuda engine: a sequence that spills in its steps gives what one gives
     CHECK(p.graphs.store().page_bytes(Tier::host) > 0);
     CHECK(p.graphs.replays() == 18 - 2);  // each kind of step runs once without a graph
     for (int i = 0; i < 3; ++i) p.step({b});
+    p.graphs.store().check_invariants();
+  }
+  CHECK(known == 2);
+}
+
+// The 32nd, 64th and 96th steps rank pages anew. A graph holds the last two. Then a third sequence takes all frames.
+TEST_CASE("cuda engine: steps that rank pages anew are replayed, and the same pages leave") {
+  int known = 0;
+  for (const test::Subject& s : test::subjects().list()) {
+    if (s.label != "freekv" && s.label != "flexicache") continue;
+    CAPTURE(s.label);
+    ++known;
+    const PolicySpec spec = test::with_budget(s.spec, BudgetAmount::tokens, 40);
+    const int tokens = 60, steps = 100, heads = 2 * 2, pages = (tokens + steps) / spec.page_size + 4;
+    Pair p(spec, 0, "synthetic/tiny", tokens + steps + 8, [&](EngineOptions& o, bool) {
+      o.spill = Spill::pressure;
+      o.device_limit = heads * pages * ops::make_layout(DType::bf16, CodecSpec{}, spec.page_size, 16, 0).bytes;
+    });
+    const int a = p.open(tokens, 1);
+    for (int i = 0; i < steps; ++i) p.step({a});
+    CHECK(p.graphs.store().spill_rounds() == 0);
+    CHECK(p.graphs.replays() == steps - 2);  // each kind of step runs once without a graph
+    p.open(5 * spec.page_size, 2);
+    CHECK(p.graphs.store().spill_rounds() > 0);
+    CHECK(p.graphs.store().spill_rounds() == p.eager.store().spill_rounds());
+    for (int layer = 0; layer < 2; ++layer) CHECK(pages_there(p.graphs, layer, a) == pages_there(p.eager, layer, a));
     p.graphs.store().check_invariants();
   }
   CHECK(known == 2);

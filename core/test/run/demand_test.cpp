@@ -72,6 +72,46 @@ TEST_CASE("a policy of two tiers says what it takes of each, no less and at most
   }
 }
 
+// Heads that keep everything round up to a page by themselves, and so do the others.
+TEST_CASE("a policy whose heads drop tokens says what stays of every prompt, no less and at most a page a head more") {
+  const auto model = tiny_model("llama-gqa3");
+  const int longest = 5 * page, after = 2 * page;
+  for (const std::string text :
+       {"duo_attention: {sinks: 3, window: 10, sparsity: 0.5}", "duo_attention: {sinks: 0, window: 7, sparsity: 0.8}",
+        "duo_attention: {sinks: 3, window: 10, retrieval_heads: false}",
+        "lserve: {sinks: 3, window: 10, prompt_window: 0, tokens: 32, parts: 2}",
+        "subgen: {sinks: 3, window: 9, clusters: 4, values: 4}",
+        "razor_attention: {sinks: 3, window: 6, window_share: 0.4, induction: 0.3}",
+        "razor_attention: {sinks: 3, window: 6, window_share: 0, induction: 0.3}",
+        "razor_attention: {sinks: 3, window: 6, window_share: 0.4, induction: 0.3, while_decoding: false}",
+        "razor_attention: {sinks: 3, window: 6, window_share: 0.4, retrieval_heads: false}"}) {
+    CAPTURE(text);
+    const bool reads = text.find("retrieval_heads: false") == text.npos && !text.starts_with("subgen");
+    const PolicySpec spec = spec_of(text, reads);
+    EngineOptions o;
+    o.slots = 1, o.max_tokens = longest + after, o.page_size = page;
+    Engine engine(model, subjects().policy(spec, *model), o);
+    const std::int64_t some = pages_of_all_heads(engine);
+    std::vector<std::int32_t> likeliest(1);
+    for (int tokens = 1; tokens <= longest; ++tokens) {
+      CAPTURE(tokens);
+      const Engine::Demanded says = engine.demanded(tokens, after);
+      const int slot = engine.open();
+      REQUIRE(engine.prefill(slot, test_text(tokens, model->config.vocab), true, {}) == Fit::ok);
+      CHECK(engine.used_bytes() <= says.prompt);
+      CHECK(says.prompt <= engine.used_bytes() + some);
+      engine.ledger().reset_peak();
+      for (int i = 0; i < after; ++i)
+        REQUIRE(engine.step({slot}, std::vector<int>{(31 * i + 7) % model->config.vocab}, StepResult(likeliest)) ==
+                Fit::ok);
+      CHECK(peak(engine) <= says.decode);
+      CHECK(says.decode <= peak(engine) + some);
+      CHECK(says.host == -1);
+      engine.close(slot);
+    }
+  }
+}
+
 // Tokens of heads are ragged here, and what follows the prompt stays.
 TEST_CASE("policies whose tokens lie in many pages say what their prompts leave on each tier") {
   const auto model = tiny_model("llama-gqa3");
