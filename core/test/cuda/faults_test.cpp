@@ -150,8 +150,9 @@ TEST_CASE("cuda store: a failed pinned allocation for rows that wait is no room,
   }
   {
     const NoPinned none(1, 0);
-    CHECK_THROWS_WITH(CudaStore(f.options, memory.stream()),
-                      Catch::Contains("got no pinned memory for the marks of sequences that wait for pages, wanted 20 bytes"));
+    CHECK_THROWS_WITH(
+        CudaStore(f.options, memory.stream()),
+        Catch::Contains("got no pinned memory for the marks of sequences that wait for pages, wanted 20 bytes"));
   }
   CHECK_NOTHROW(CudaStore(f.options, memory.stream()));
 }

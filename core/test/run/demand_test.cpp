@@ -77,7 +77,7 @@ TEST_CASE("a policy whose heads drop tokens says what stays of every prompt, no 
   const auto model = tiny_model("llama-gqa3");
   const int longest = 5 * page, after = 2 * page;
   for (const std::string text :
-       {"duo_attention: {sinks: 3, window: 10, sparsity: 0.5}", "duo_attention: {sinks: 0, window: 7, sparsity: 0.8}",
+       {"duo_attention: {sinks: 3, window: 10, sparsity: 0.5}", "duo_attention: {sinks: 0, window: 8, sparsity: 0.8}",
         "duo_attention: {sinks: 3, window: 10, retrieval_heads: false}",
         "lserve: {sinks: 3, window: 10, prompt_window: 0, tokens: 32, parts: 2}",
         "subgen: {sinks: 3, window: 9, clusters: 4, values: 4}",
