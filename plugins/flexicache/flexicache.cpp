@@ -124,9 +124,8 @@ class FlexiCache final : public kvlab::Policy, public kvlab::PreparesSteps {
   }
 
   void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
-    if (step.layer < dense_) return;
-    renewal_.renew(step, choice_, order_, s);
-    if (!overlaps_) return;
+    if (step.layer >= dense_) renewal_.renew(step, choice_, order_, s);
+    if (step.layer < dense_ || !overlaps_) return;
     choose(step, step.queries, due(step).except(unstable_.of(step)), s);
     place(step, due(step), beside(), edits);
   }
