@@ -15,7 +15,9 @@ namespace {
 struct Negator final : Policy {
   enum When { in_prefill, in_finish_prompt, in_select, in_observe, in_finish_step, undeclared };
   explicit Negator(When w) : when(w) {}
-  Needs needs() const override { return Needs{}.functional(when != undeclared).finish_prompt(true); }
+  Needs needs() const override {
+    return Needs{}.functional(when != undeclared).finish_prompt(true).capturable(when == in_observe);
+  }
   // Keys of all tokens become their negatives.
   static void negate(const LayerKv& kv, Edits& edits, Stream s) {
     const auto rows = kv.scratch<float>("keys", {kv.rows(), kv.kv_heads(), kv.max_length, kv.pages.head_dim});
@@ -89,7 +91,7 @@ TEST_CASE("keys that a policy rewrites at the prompt's end are what the store ho
     }
 }
 
-TEST_CASE("a rewrite in a step, or without the declaration, is an error of the policy") {
+TEST_CASE("a rewrite in a step that a graph may hold, or without the declaration, is an error of the policy") {
   const auto said = [](Negator::When when) {
     try {
       Played(std::make_shared<Negator>(when));
