@@ -8,6 +8,7 @@
 #include "compose/aged.hpp"
 #include "compose/compose.hpp"
 #include "compose/forwarding.hpp"
+#include "compose/keeping.hpp"
 #include "plugin/tokens_stay.hpp"
 
 namespace kvlab {
@@ -26,50 +27,28 @@ class CodedPolicy final : public ForwardingPolicy {
 };
 
 // The policy keeps all tokens, and its pages become codes when they are old.
-class AgedPolicy final : public ForwardingPolicy {
+class AgedPolicy final : public KeepingPolicy {
  public:
   AgedPolicy(std::shared_ptr<Policy> inner, const CodecSpec& codec, int residual)
-      : ForwardingPolicy(std::move(inner)), codec_(codec), residual_(residual) {}
+      : KeepingPolicy(std::move(inner)), codec_(codec), residual_(residual) {}
   Needs needs() const override { return inner().needs().all_layers(true); }
   std::vector<CodecSpec> codecs() const override { return {{}, codec_}; }
   CodecSpec host_codec() const override { return {}; }
   void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
-    ForwardingPolicy::prefill(kv, edits, s);
-    check(edits);
+    KeepingPolicy::prefill(kv, edits, s);
     if (kv.last[0]) encode_aged(kv, {}, residual_, edits, s);
   }
-  void finish_prompt(const LayerKv& kv, Edits& edits, Stream s) override {
-    ForwardingPolicy::finish_prompt(kv, edits, s);
-    check(edits);
-  }
-  void select(const LayerStep& step, Edits& edits, Stream s) override {
-    ForwardingPolicy::select(step, edits, s);
-    check(edits);
-  }
-  void observe(const LayerStep& step, Edits& edits, Stream s) override {
-    ForwardingPolicy::observe(step, edits, s);
-    check(edits);
-  }
   void finish_step(const Step& step, Edits& edits, Stream s) override {
-    ForwardingPolicy::finish_step(step, edits, s);
-    check(edits);
+    KeepingPolicy::finish_step(step, edits, s);
     encode_aged(step, residual_, edits, s);
   }
 
  private:
-  static void check(const Edits& edits) { check_keeps_tokens(edits); }
-
   CodecSpec codec_;
   int residual_;
 };
 
 }  // namespace
-
-void check_keeps_tokens(const Edits& edits) {
-  for (const Edit& e : edits.all())
-    if (e.verb != Edit::attend && e.verb != Edit::attend_tokens)
-      throw Error(Errc::plugin, "got an edit of a policy that promises KeepsTokens, wanted none but attend");
-}
 
 const char* takes_no_codec(const Policy& policy) {
   const Needs needs = policy.needs();

@@ -19,7 +19,4 @@ const char* takes_no_codec(const Policy& policy);
 std::shared_ptr<Policy> coded(std::shared_ptr<Policy> policy, const Codec* codec, const Codec* host_codec,
                               const std::string& name);
 
-// Errc::plugin for an edit that a policy of KeepsTokens must not give.
-void check_keeps_tokens(const Edits& edits);
-
 }  // namespace kvlab

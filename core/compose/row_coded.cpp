@@ -1,15 +1,16 @@
 #include "compose/row_coded.hpp"
 
+#include <kvlab/error.hpp>
 #include <kvlab/ops.hpp>
 #include <kvlab/row_codec.hpp>
 
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "base/half.hpp"
 #include "base/stream_memory.hpp"
-#include "compose/coded.hpp"
-#include "compose/forwarding.hpp"
+#include "compose/keeping.hpp"
 
 namespace kvlab {
 
@@ -20,10 +21,10 @@ namespace {
 
 const RowCodec& rows_of(const Codec& codec) { return dynamic_cast<const RowCodec&>(codec); }
 
-class RowCoded final : public ForwardingPolicy {
+class RowCoded final : public KeepingPolicy {
  public:
   RowCoded(std::shared_ptr<Policy> inner, Instance<Codec> codec)
-      : ForwardingPolicy(std::move(inner)), codec_(std::move(codec)) {}
+      : KeepingPolicy(std::move(inner)), codec_(std::move(codec)) {}
 
   // The host waits for each layer, so no graph holds a step.
   Needs needs() const override {
@@ -36,15 +37,13 @@ class RowCoded final : public ForwardingPolicy {
   }
 
   void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
-    ForwardingPolicy::prefill(kv, edits, s);
-    check_keeps_tokens(edits);
+    KeepingPolicy::prefill(kv, edits, s);
     before_.assign(1, kv.position[0] - static_cast<int>(kv.chunk_queries.extent[2]));
     code(kv, edits, s);
   }
 
   void observe(const LayerStep& step, Edits& edits, Stream s) override {
-    ForwardingPolicy::observe(step, edits, s);
-    check_keeps_tokens(edits);
+    KeepingPolicy::observe(step, edits, s);
     before_.clear();
     for (int row = 0; row < step.rows(); ++row) before_.push_back(step.position[row] - 1);
     code(step, edits, s);
@@ -63,6 +62,9 @@ class RowCoded final : public ForwardingPolicy {
       for (int row = 0; row < kv.rows(); ++row) {
         const auto& r = ranges_.emplace_back(Range{rows_of(*codec_).coded(side, before_[static_cast<std::size_t>(row)]),
                                                    rows_of(*codec_).coded(side, kv.position[row])});
+        if (r.count() < 0)
+          throw Error(Errc::plugin, "coded: got " + std::to_string(r.first) + " codes, then " + std::to_string(r.end) +
+                                        " of more tokens, wanted no fewer");
         any = any || r.count() > 0;
       }
       if (!any) continue;

@@ -110,11 +110,11 @@ void check_needs(const Model& model, const Policy& policy, const EngineOptions& 
     throw Error(
         Errc::plugin,
         "got next_queries of a policy that observes beside the step or where RoPE goes by rank, wanted neither");
-  if (prompt_chunk(policy) > 0 &&
-      (needs.any_mass() == Mass::all || needs.rope() != RopeRegime::original || needs.finish_prompt() || o.rows))
+  if (prompt_chunk(policy) > 0 && (needs.any_mass() == Mass::all || needs.rope() != RopeRegime::original ||
+                                   needs.finish_prompt() || !needs.chunked_prompts() || o.rows))
     throw Error(Errc::config,
                 "got a policy that chooses what prompts attend to, with the mass of prompts, where RoPE goes by rank, "
-                "with finish_prompt or for a recording, wanted none of these",
+                "with finish_prompt, with whole prompts or for a recording, wanted none of these",
                 author_of(policy));
   if (needs.rope() == RopeRegime::original && o.max_tokens > model.config.context)
     throw Error(Errc::config, "got " + std::to_string(o.max_tokens) + " tokens of prompt and answer, wanted at most " +
@@ -182,7 +182,7 @@ CacheMemory Engine::memory(const Model& model, Policy& policy, const EngineOptio
   m.summaries = taken.summaries;
   m.state = workspace.state_bytes() + workspace.constant_bytes() + workspace.room_bytes();
   // Of each layer, and once more for the layer whose queries are replaced. Keys and values may lie between the queries.
-  if (o.prefill_chunk > 0)
+  if (o.prefill_chunk > 0 || prompt_chunk(policy) > 0)
     m.queries =
         std::int64_t{s.layers + 1} * needs.window_queries() * (s.query_heads + 2 * s.kv_heads) * s.head_dim * number;
   m.mass = mass_bytes(s, needs.any_mass());
@@ -596,6 +596,7 @@ Selection Engine::select_chunk(const PromptLayer& l, Fit& fit) {
                 "most one distance");
   if (!edits.distances().empty()) read.most_distance = edits.distances()[0];
   fit = apply(before, row.slots);
+  if (fit == Fit::ok && !list) fit = store_->recall_all(l.layer, l.slot);
   if (fit == Fit::ok && list) {
     attended_pages_ = {store_->resolve_attend(*list, row.slots, store_->workspace())};
     read.pages = &attended_pages_;

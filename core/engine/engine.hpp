@@ -147,7 +147,9 @@ class Engine final : private LayerHooks {
   bool compresses_at_end() const { return needs_.finish_prompt(); }
   // Most tokens of a prompt's chunk, where the policy chooses what each chunk attends to; else 0.
   int prompt_chunk() const { return prompt_chunk_; }
-  bool fills_host() const { return needs_.archive() || (needs_.host_pages() && options_.spill == Spill::always); }
+  bool fills_host() const {
+    return needs_.archive() || (needs_.host_pages() && store_->options().spill == Spill::always);
+  }
   std::int64_t step_bytes() const { return full_bytes(1) * (needs_.host_pages() ? 2 : 1); }
   std::int64_t used_bytes() const { return store_->page_bytes(Tier::device); }
   // Whether another step of these slots fits, by the pages that appends and place edits may take. The device is asked

@@ -11,6 +11,7 @@
 #include "base/backend.hpp"
 #include "base/log.hpp"
 #include "base/stream_memory.hpp"
+#include "compose/row_coded.hpp"
 #include "engine/store_options.hpp"
 #include "plugin/budget_tokens.hpp"
 #include "result/warnings.hpp"
@@ -218,8 +219,9 @@ std::string did_nothing(const CellInput& in, const results::SummaryRow& row) {
   if (in.functional && row.fired == 0) return row.policy + " changed no key and no value: fired 0";
   const PluginInfo* codec = policy.codec ? in.catalog->find(Role::codec, policy.codec->name) : nullptr;
   if (codec) {
-    const CodecSpec spec = create<Codec>(*codec, policy.codec->params)->spec();
-    if (!spec.k.bits && !spec.v.bits && !spec.packs)
+    const Instance<Codec> made = create<Codec>(*codec, policy.codec->params);
+    const CodecSpec spec = made->spec();
+    if (!spec.k.bits && !spec.v.bits && !spec.packs && !codes_rows(*made))
       return row.policy + " codes nothing: its codec stores keys and values in the run's dtype";
   }
   const bool steps = row.output_tokens > row.samples;

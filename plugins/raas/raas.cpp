@@ -101,9 +101,9 @@ class Raas final : public kvlab::Policy, public kvlab::PreparesSteps {
   }
 
   void prepare_step(const kvlab::StepCounters& c) override {
-    std::vector<std::int32_t> most;
+    std::vector<std::int32_t>& most = most_.fresh();
     for (int row = 0; row < c.rows; ++row) most.push_back(at_least(c.budget[row]));
-    most_.put(c, most);
+    most_.put(c);
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {

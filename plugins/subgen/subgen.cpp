@@ -26,13 +26,20 @@ class KCenter final : public kvlab::Scorer {
 
   // Centres rank by the order in which they are found, and all other tokens below them.
   void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {
-    int most = 1;
-    for (int row = 0; row < kv.rows(); ++row) most = std::max(most, std::min(kv.max_length, kv.budget_tokens(row)));
     const kvlab::Scores nearest = kv.kv_head_scores("squared distances");
     kvlab::ops::recency(kv.pages, nearest, s);
-    kvlab::ops::negate(nearest, s);  // the oldest token is the first centre
-    kvlab::ops::set_pinned(kv.pages, pins(most), -std::numeric_limits<float>::infinity(), nearest, s);
-    kvlab::ops::farthest_first(kv.keys, most, nearest, out, s);
+    kvlab::ops::negate(nearest, s);              // the oldest token is the first centre
+    for (int row = 0; row < kv.rows(); ++row) {  // sequences have budgets of their own
+      const int most = std::max(1, std::min(kv.max_length, kv.budget_tokens(row)));
+      kvlab::PagedKv one = kv.pages;
+      one.slots += row, one.rows = 1;
+      const auto of_row = [&](kvlab::Scores x) {
+        x.data += row * x.stride[0], x.extent[0] = 1;
+        return x;
+      };
+      kvlab::ops::set_pinned(one, pins(most), -std::numeric_limits<float>::infinity(), of_row(nearest), s);
+      kvlab::ops::farthest_first({&one, kvlab::KvSide::key}, most, of_row(nearest), of_row(out), s);
+    }
   }
 
  private:

@@ -7,9 +7,10 @@
 namespace kvlab {
 
 // A second base of a Policy. Prompts then come in its chunks, whatever chunks the run asks for. Pages that lie on the
-// host stay there when a further prompt begins. RopeRegime::original alone, without Mass::all, prompt masks and a
-// recording: Errc::config. Chunks that attend to a list take the general kernel of decode steps, on a GPU, too. It
-// reads codes where the cache stores codes, the chunk's own tokens included.
+// host stay there when a further prompt begins. RopeRegime::original alone, without Mass::all, prompt masks,
+// finish_prompt, whole prompts (Needs::chunked_prompts) and a recording: Errc::config. Chunks that attend to a list
+// take the general kernel of decode steps, on a GPU, too. It reads codes where the cache stores codes, the chunk's own
+// tokens included.
 class ChoosesInPrompts {
  public:
   virtual ~ChoosesInPrompts() = default;

@@ -2,7 +2,8 @@
 //
 // Core stores the rows that decode() gives back, in the run's dtype. So attention sees what it would see with such a
 // format, on either device. Bytes and times are not those of the format, and its cells carry the label `functional`.
-// It goes with the full cache and with selectors of pages on the device. No graph holds its steps.
+// It goes with the full cache, with selectors of pages on the device, and with policies of KeepsTokens, which see exact
+// rows in the prompt and step that bring them. No graph holds its steps.
 #pragma once
 #include <algorithm>
 #include <cstddef>

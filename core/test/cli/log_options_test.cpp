@@ -155,6 +155,8 @@ TEST_CASE("a method of any kind that does nothing fails its cell, and one that a
           "  - {name: policy idle, policy: sparq, budget: {tokens: 40}, dense_layers: 99}\n"
           "  - {name: codec acts, policy: full, codec: int8}\n"
           "  - {name: codec idle, policy: full, codec: {int8: {keys: false, values: false}}}\n"
+          "  - {name: rows acts, policy: full, codec: {kivi2: {residual: 16}}}\n"
+          "  - {name: rows idle, policy: full, codec: {kivi2: {residual: 4096}}}\n"
           "  - {name: coded acts, scorer: snapkv, window: 8, budget: {tokens: 40}, codec: int4}\n"
           "  - {name: coded idle, scorer: snapkv, window: 8, budget: {tokens: 40}, codec: int4, schedule: {prefill: "
           "false}}\n"
@@ -173,7 +175,7 @@ TEST_CASE("a method of any kind that does nothing fails its cell, and one that a
   INFO(run.err);
   CHECK(run.code == 1);
   const auto rows = results::read_summary(folder.result).rows;
-  CHECK(rows.size() == 19);
+  CHECK(rows.size() == 21);
   for (const auto& row : rows) {
     CAPTURE(row.policy, row.error, row.fired, row.compression);
     const bool idle = row.policy.ends_with("idle");

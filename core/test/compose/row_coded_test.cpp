@@ -220,8 +220,12 @@ namespace {
 
 // Promises that tokens stay.
 struct Keeper : Policy, KeepsTokens {
-  void (*edit)(Edits&) = nullptr;
+  void (*first)(Edits&) = nullptr;  // of select
+  void (*edit)(Edits&) = nullptr;   // of observe
   Needs needs() const override { return {}; }
+  void select(const LayerStep&, Edits& edits, Stream) override {
+    if (first) first(edits);
+  }
   void observe(const LayerStep&, Edits& edits, Stream) override {
     if (edit) edit(edits);
   }
@@ -258,4 +262,8 @@ TEST_CASE("a policy that promises to keep its tokens takes codecs of old pages, 
   Run rows(row_coded(keeper, instance(new Signs(asked))));
   const int other = rows.open(20, 1);
   CHECK_THROWS_WITH(rows.step({other}), Catch::Contains("got an edit of a policy that promises KeepsTokens"));
+  keeper->edit = nullptr, keeper->first = [](Edits& edits) { edits.evict_surplus({}); };
+  Run begins(row_coded(keeper, instance(new Signs(asked))));
+  const int last = begins.open(20, 1);
+  CHECK_THROWS_WITH(begins.step({last}), Catch::Contains("got an edit of a policy that promises KeepsTokens"));
 }
