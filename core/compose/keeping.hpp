@@ -1,4 +1,5 @@
-// A wrapper of a policy that promises KeepsTokens. Core relies on it, so an edit that breaks the promise is Errc::plugin.
+// A wrapper of a policy that promises KeepsTokens. Core relies on it, so an edit that breaks the promise is
+// Errc::plugin.
 #pragma once
 #include <kvlab/error.hpp>
 

@@ -182,7 +182,7 @@ CacheMemory Engine::memory(const Model& model, Policy& policy, const EngineOptio
   m.summaries = taken.summaries;
   m.state = workspace.state_bytes() + workspace.constant_bytes() + workspace.room_bytes();
   // Of each layer, and once more for the layer whose queries are replaced. Keys and values may lie between the queries.
-  if (o.prefill_chunk > 0 || prompt_chunk(policy) > 0)
+  if (o.prefill_chunk > 0 || kvlab::prompt_chunk(policy) > 0)
     m.queries =
         std::int64_t{s.layers + 1} * needs.window_queries() * (s.query_heads + 2 * s.kv_heads) * s.head_dim * number;
   m.mass = mass_bytes(s, needs.any_mass());

@@ -367,14 +367,23 @@ void CudaStore::start_reloads() {
   stale_ = reloads_->start(layer(0)) || stale_;
 }
 
+// Copies that have ended give frames back in the main stream. No plan may take some beside that.
+void CudaStore::collect_reloads() {
+  settle();
+  stale_ = reloads_->collect(layer(0)) || stale_;
+}
+
 bool CudaStore::reloading(int slot) {
   if (!reloads_) return false;
-  stale_ = reloads_->collect(layer(0)) || stale_;
+  collect_reloads();
   return reloads_->under_way(slot);
 }
 
 Fit CudaStore::await_reloads(const std::vector<std::int32_t>& slots) {
-  if (reloads_) stale_ = reloads_->await(layer(0), slots) || stale_;
+  if (reloads_) {
+    settle();
+    stale_ = reloads_->await(layer(0), slots) || stale_;
+  }
   return Fit::ok;
 }
 
@@ -395,7 +404,7 @@ void CudaStore::reserved(bool yes) {
 }
 
 void CudaStore::update() {
-  if (reloads_ && reloads_->collect(layer(0))) stale_ = true;
+  if (reloads_) collect_reloads();
   if (!stale_) return;
   settle();
   const Shape& s = options_.shape;

@@ -37,7 +37,8 @@ constexpr int plan_threads = 1024;
 __global__ void __launch_bounds__(plan_threads)
     append_plan_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int tokens) {
   extern __shared__ AppendPlan plans[];  // [kv_head]
-  __shared__ int sum, left, next;
+  __shared__ int next;
+  __shared__ bool enough;
   wait_for_predecessor();
   let_successor_start();  // only now: append_kernel reads tokens of earlier kernels at once
   const int p = s.layout.page_size, mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
@@ -49,7 +50,6 @@ __global__ void __launch_bounds__(plan_threads)
     plans[head].up = n % p && h.table[0][n / p].frame < 0 && h.table[1][n / p].frame >= 0;
   }
   const ops::FramePool& pool = s.pool[0];
-  if (mine == 0) next = *pool.taken, left = *pool.given - next;
   __syncthreads();
   if (mine == 0) {
     int all = 0, fresh = 0;
@@ -58,16 +58,17 @@ __global__ void __launch_bounds__(plan_threads)
       all += plans[head].pages + plans[head].up;
       fresh += plans[head].pages;
     }
-    sum = all;
-    if (all > left) {
+    next = atomicAdd(pool.taken, all);  // plans of another stream may take some meanwhile
+    enough = next + all <= *static_cast<volatile std::int32_t*>(pool.given);
+    if (!enough) {
+      atomicSub(pool.taken, all);
       fail(s, store_no_frame);
-    } else {
-      *pool.taken = next + all;
-      if (s.summary != Summary::none) atomicAdd(&s.counters->pages, fresh);
+    } else if (s.summary != Summary::none) {
+      atomicAdd(&s.counters->pages, fresh);
     }
   }
   __syncthreads();
-  if (sum > left) return;
+  if (!enough) return;
   const int each = max(1, threads / s.kv_heads), teams = threads / each, team = mine / each;
   for (int head = team; team < teams && head < s.kv_heads; head += teams) {
     const Head h = head_of(s, slot, head);
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(plan_threads)
       if (plans[head].up)
         e = PageEntry{}, e.frame = pool.at(next + plans[head].begin), atomicAdd(&s.counters->moved[0], 1ull);
       e.tokens = static_cast<std::uint16_t>(min(p, end - n / p * p));
-      give_back(s, 1, h.table[1][n / p]);  // the device page has tokens that the host copy lacks
+      give_back(s, 1, h.table[1][n / p], true);  // the device page has tokens that the host copy lacks
     }
     *h.length = end;
   }
@@ -195,7 +196,7 @@ __global__ void before_step_kernel(const __grid_constant__ CudaStoreLayer s, con
     if (lane == 0) h.table[0][page] = e, atomicAdd(&s.counters->moved[0], 1ull);
   }
   __syncwarp();
-  if (lane == 0) give_back(s, 1, h.table[1][page]);
+  if (lane == 0) give_back(s, 1, h.table[1][page], true);
 }
 
 // ---- evictions -----------------------------------------------------------------------------------------------------

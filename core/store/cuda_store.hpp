@@ -220,6 +220,7 @@ class CudaStore final : public Store {
   bool end_reloads() const override { return all_reloaded(); }
   Stream working() const override { return beside_ ? side_->stream() : stream_; }
   Pending copied(const Pending& p, int slot, Stream device) const;
+  void collect_reloads();
   Fit recall_layer(int layer, int slot) override;
   void mark_spilled(int slot, int room) override;
   std::int64_t free_frames(Tier tier) const override;
