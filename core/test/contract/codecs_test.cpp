@@ -208,7 +208,12 @@ TEST_CASE("codecs take equal numbers, NaN and infinities", "[cpu]") {
   for (const std::string& name : subjects().catalog().names(Role::codec)) {
     const PluginInfo& info = *subjects().catalog().find(Role::codec, name);
     if (!under_test(info)) continue;
-    const bool own = codes_rows(*create<Codec>(info, Subjects::use(info).params));
+    const Instance<Codec> codec = create<Codec>(info, Subjects::use(info).params);
+    const bool own = codes_rows(*codec);
+    // Atom's zero is a code, so a row of numbers of one sign saturates.
+    const auto saturates = [&](KvSide side) {
+      return (side == KvSide::key ? codec->spec().k : codec->spec().v).kind == CodeKind::whole_zero;
+    };
     for (const KvSide side : {KvSide::key, KvSide::value}) {
       CAPTURE(name, side == KvSide::key);
       INFO("usual cause: a division by max - min, which is 0 or infinite.");
@@ -218,7 +223,7 @@ TEST_CASE("codecs take equal numbers, NaN and infinities", "[cpu]") {
       for (const float x : {0.f, 3.25f, -120.f})
         for (const float y : through(info, side, Page(any.size(), x))) {
           REQUIRE(std::isfinite(y));
-          if (!own) REQUIRE(std::abs(y - x) <= std::abs(x) * 0x1p-9f);
+          if (!own && !saturates(side)) REQUIRE(std::abs(y - x) <= std::abs(x) * 0x1p-9f);
         }
       const Page plain = through(info, side, any);
       CHECK(finite_page(plain));
