@@ -70,7 +70,7 @@ class PageOrderRenewal {
     const Heads heads = Heads::flagged({due_.data(), {slots_, step.kv_heads()}, {1, 0}});
     const PageList best = step.list<PageList>("best page", 1);
     const Scores scores =
-        ops::choose_pages(step, step.queries, choice.among(heads), ops::PageCounts{.same = 1}, best, s);
+        ops::choose_pages(step, step.queries, choice.among(heads), ops::PageCounts{.same = 1, .each = {}}, best, s);
     ops::keep_page_scores(step.pages, scores, choice.leave_out, heads, order.of(step), s);
   }
 
