@@ -18,6 +18,7 @@
 #include "plugin/parameters.hpp"
 #include "plugin/registry.hpp"
 #include "support/golden.hpp"
+#include "support/stored_rows.hpp"
 
 using namespace kvlab;
 
@@ -96,15 +97,7 @@ class Run final : public EngineObserver {
     return out;
   }
   Rows stored(KvSide side, int layer, int head) const {
-    const std::vector<std::int32_t> slots{slot_};
-    const PagedKv kv = engine_->store().view(layer, slots);
-    Rows out;
-    for (int t = 0; t < kv.tokens(0, head); ++t) {
-      const PageEntry& e = kv.entry(0, head, t / kv.page_size);
-      ops::read_row(kv.frame(e), kv.layout(e), side, t % kv.page_size,
-                    out.emplace_back(static_cast<std::size_t>(kv.head_dim)).data());
-    }
-    return out;
+    return test::stored_rows(engine_->store(), layer, slot_, head, side);
   }
 
  private:

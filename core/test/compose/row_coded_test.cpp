@@ -13,9 +13,9 @@
 #include "compose/compose.hpp"
 #include "engine/engine.hpp"
 #include "model/checkpoint.hpp"
-#include "ops/page/paged.hpp"
 #include "plugin/tokens_stay.hpp"
 #include "support/golden.hpp"
+#include "support/stored_rows.hpp"
 
 using namespace kvlab;
 
@@ -109,17 +109,7 @@ struct Run {
     REQUIRE(fit == Fit::ok);
   }
   // Of layer 0, whose keys and values follow from the text alone.
-  Rows rows(int slot, int head, KvSide side) const {
-    const std::vector<std::int32_t> slots{slot};
-    const PagedKv kv = engine->store().view(0, slots);
-    Rows out;
-    for (int t = 0; t < kv.tokens(0, head); ++t) {
-      const PageEntry& e = kv.entry(0, head, t / kv.page_size);
-      ops::read_row(kv.frame(e), kv.layout(e), side, t % kv.page_size,
-                    out.emplace_back(static_cast<std::size_t>(kv.head_dim)).data());
-    }
-    return out;
-  }
+  Rows rows(int slot, int head, KvSide side) const { return test::stored_rows(engine->store(), 0, slot, head, side); }
   std::unique_ptr<Engine> engine;
   std::vector<float> logits;
 };
