@@ -76,24 +76,6 @@ struct Room {
 
 using Row = Held<threads, most_pages / threads / 4>;
 
-// Adds the block's part of each query head's softmax to Args::shares, [pair, part, group].
-template <int Tiles>
-__device__ __forceinline__ void put_shares(const page_scores::Args& c, const Softmax (&of_lane)[Tiles], std::int64_t at,
-                                           Softmax* of_warp) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int t = 0; t < Tiles; ++t) {
-    const Softmax x = page_scores::joined_lanes<4>(of_lane[t]);
-    if (lane < 4) of_warp[(4 * t + lane) * warps + warp] = x;
-  }
-  __syncthreads();
-  const int head = threadIdx.x;
-  if (head >= c.group) return;
-  Softmax x;
-  for (int w = 0; w < warps; ++w) x = page_scores::joined(x, of_warp[head * warps + w]);
-  c.shares[at + head] = x;
-}
-
 // The mean of the query heads' softmaxes of n pages, into the thread's entries. factors: shared memory,
 // [most_group, most_tiles].
 __device__ __forceinline__ void load_shares(Row& row, const page_scores::Args& c, int pair, int parts, int n,
@@ -325,7 +307,9 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
       }
       if constexpr (Shares) {
         __syncthreads();
-        put_shares(c, softmax, (std::int64_t{pair} * f.parts + part) * c.group, reinterpret_cast<Softmax*>(memory));
+        page_scores::join_block<warps>(
+            softmax, c.group, reinterpret_cast<Softmax*>(memory),
+            c.shares + (std::int64_t{pair} * f.parts + part) * c.group);  // [pair, part, group]
       }
     }
     // The queries' loads of attention end while the block waits for the others.

@@ -359,24 +359,21 @@ __device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Til
     }
 }
 
-// Joins the block's Softmax of each query head and writes them to `out`.
-template <int Tiles>
-__device__ __forceinline__ void join_block(const Args& a, const Softmax (&of_lane)[Tiles], Softmax* out,
-                                           SelectShared& s) {
-  constexpr int heads = 4 * Tiles;
-  static_assert(warps * heads + heads <= device::most_candidates);
-  Softmax* of_warp = reinterpret_cast<Softmax*>(s.candidate);  // [head, warp]; no selection runs
+// Joins the block's Softmax of each query head and writes them to out[group]. of_warp: shared memory, [4 * Tiles,
+// Warps].
+template <int Warps, int Tiles>
+__device__ __forceinline__ void join_block(const Softmax (&of_lane)[Tiles], int group, Softmax* of_warp, Softmax* out) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int t = 0; t < Tiles; ++t) {
     const Softmax x = joined_lanes<4>(of_lane[t]);
-    if (lane < 4) of_warp[(4 * t + lane) * warps + warp] = x;
+    if (lane < 4) of_warp[(4 * t + lane) * Warps + warp] = x;
   }
   __syncthreads();
   const int head = threadIdx.x;
-  if (head >= a.group) return;
+  if (head >= group) return;
   Softmax x;
-  for (int w = 0; w < warps; ++w) x = joined(x, of_warp[head * warps + w]);
+  for (int w = 0; w < Warps; ++w) x = joined(x, of_warp[head * Warps + w]);
   out[head] = x;
 }
 
@@ -462,8 +459,12 @@ __device__ __forceinline__ void end_head(const Args& a, const Line& line, int pa
   const int row = a.pair_of.row(pair), kv_head = pair - row * a.kv_heads, first_block = line.first_block(pair),
             parts = line.last_block(pair) - first_block + 1;
   const bool shared = parts > 1 && (a.list || raw);
-  Softmax* of_block = reinterpret_cast<Softmax*>(s.candidate) + warps * 4 * Tiles;
-  if (raw) join_block(a, softmax, shared ? a.shares + place_of_share(line, begin, blockIdx.x, a.group) : of_block, s);
+  static_assert((warps + 1) * 4 * Tiles <= device::most_candidates);
+  // No selection runs yet, so its candidates' memory is free.
+  Softmax *of_warp = reinterpret_cast<Softmax*>(s.candidate), *of_block = of_warp + warps * 4 * Tiles;
+  if (raw)
+    join_block<warps>(softmax, a.group, of_warp,
+                      shared ? a.shares + place_of_share(line, begin, blockIdx.x, a.group) : of_block);
   __syncthreads();
   if (!a.list && !raw) return;
   if (shared) {
