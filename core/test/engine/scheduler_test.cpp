@@ -23,6 +23,14 @@ std::shared_ptr<const Model> tiny() {
   return model;
 }
 
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool address_sanitizer = true;
+#elif defined(__has_feature)
+constexpr bool address_sanitizer = __has_feature(address_sanitizer);
+#else
+constexpr bool address_sanitizer = false;
+#endif
+
 // While it lives the process gets no more address space.
 class NoAddressSpace {
  public:
@@ -427,6 +435,10 @@ TEST_CASE("pages that a row waits for and the host has no room for end a request
 
 // A limit of the process, as of `ulimit -v`: the copy's arenas find no address space.
 TEST_CASE("a sequence that cannot be set aside for lack of memory stays as it is") {
+  if (address_sanitizer) {
+    WARN("not tested: AddressSanitizer ends a process that gets no memory");
+    return;
+  }
   const Request request{text(40, 1), {}, 8, 0};
   const std::vector<int> wanted = alone(request, std::make_shared<Nothing>());
   Engine engine(tiny(), std::make_shared<Nothing>(), options(1));
