@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <kvlab/error.hpp>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -23,8 +24,10 @@
 #include "base/text.hpp"
 #include "cli/loaded.hpp"
 #include "result/report.hpp"
+#include "run/gpus.hpp"
 #include "run/profile.hpp"
 #include "run/runner.hpp"
+#include "run/workers.hpp"
 
 namespace fs = std::filesystem;
 
@@ -127,38 +130,65 @@ class Table {
     return o_.small ? "small" : fmt::format("about {:.0f} s on {}", run.seconds, table_.gpu);
   }
 
-  // Returns the exit code of the command.
-  int run(const TargetRun& run) {
+  // A command under way.
+  struct Begun {
+    pid_t program = -1;
+    Clock::time_point at;
+  };
+  // set: its GPU and cores. own_log: its messages go to a file beside the results, not to this process's.
+  Begun begin(const TargetRun& run, const Environment& set, bool own_log) const {
     fs::create_directories(o_.folder);
     const std::vector<std::string> command = words(run);
-    const auto begin = Clock::now();
-    const fs::path part = output(run).string() + ".part";
     // The lines of a bench are its standard output. The table of an experiment would hide the progress.
-    const Descriptor to(run.experiment.empty() ? open(part.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)
-                                               : open("/dev/null", O_WRONLY | O_CLOEXEC));
-    if (to < 0) throw Error(Errc::io, "wanted to write it", part.string());
-    int code = 0;
-    try {
-      code = ended(start_program(command, {.file = run.peers ? command[0] : "/proc/self/exe",
-                                           .at_our_end = SIGTERM,
-                                           .descriptors = {{to, STDOUT_FILENO}}}));
-    } catch (const Error& error) {
-      log::error(error.what());
-      code = 3;
-    }
+    const Descriptor out(new_file(run.experiment.empty() ? part(run) : "/dev/null"));
+    std::vector<std::pair<int, int>> descriptors{{out, STDOUT_FILENO}};
+    std::optional<Descriptor> log;
+    if (own_log) descriptors.emplace_back(log.emplace(new_file(log_of(run))), STDERR_FILENO);
+    return {start_program(command, {.file = run.peers ? command[0] : "/proc/self/exe",
+                                    .set = set,
+                                    .at_our_end = SIGTERM,
+                                    .descriptors = descriptors}),
+            Clock::now()};
+  }
+  // Returns its exit code.
+  int ended(const TargetRun& run, const Begun& begun, const ProgramEnd& end) {
+    int code = end.signal ? stop::exit_code(end.signal) : end.code;
     if (run.experiment.empty() && code == 0) {
-      std::ifstream in(part);
+      std::ifstream in(part(run));
       const auto lines = nlohmann::json::parse(in, nullptr, false);
       if (lines.is_object() && lines.contains("ops"))
-        fs::rename(part, output(run));
+        fs::rename(part(run), output(run));
       else
         code = 1;
     }
-    if (run.experiment.empty() && code != 0) fs::remove(part);
+    if (run.experiment.empty() && code != 0) fs::remove(part(run));
     if (stop::requested()) return code;
-    endings_.add(identity(run), {code, seconds_since(begin)});
+    endings_.add(identity(run), {code, seconds_since(begun.at)});
     ran_.insert(run.name);
     return code;
+  }
+
+  // Messages of a command beside which others run.
+  fs::path log_of(const TargetRun& run) const { return output(run).replace_extension(".log"); }
+
+  // What must be timed on one GPU, one after another: runs that a row compares, with the profiles that they read. Runs
+  // of several tables that write one file are one here, too.
+  void tie(std::map<fs::path, fs::path>& ties) const {
+    const auto tie = [&](const std::string& one, const std::string& other) {
+      const fs::path a = root(ties, output(*table_.run(one))), b = root(ties, output(*table_.run(other)));
+      if (a != b) ties[a] = b;
+    };
+    for (const papers::TargetRow& row : table_.rows) {
+      if (!row.why_not.empty()) continue;
+      for (const auto& other : {row.against, row.without})
+        if (other) tie(row.of.run, other->run);
+    }
+    for (const TargetRun& run : table_.runs)
+      for (const auto& [policy, from] : run.profiles) tie(run.name, from);
+    if (table_.beside) tie(table_.beside->ours, table_.beside->peers);
+  }
+  fs::path tied(const std::map<fs::path, fs::path>& ties, const TargetRun& run) const {
+    return root(ties, output(run));
   }
 
   papers::TargetResults results() const {
@@ -286,12 +316,17 @@ class Table {
     return out;
   }
 
-  // Waits for the program's end, and hands a signal on. Returns its exit code.
-  static int ended(pid_t program) {
-    ProgramEnd end;
-    for (int handed_on = 0; !has_ended(program, end); usleep(50'000))
-      if (const int signal = stop::requested(); signal && !handed_on) kill(program, handed_on = signal);
-    return end.signal ? stop::exit_code(end.signal) : end.code;
+  static fs::path root(const std::map<fs::path, fs::path>& ties, fs::path of) {
+    for (auto found = ties.find(of); found != ties.end(); found = ties.find(of)) of = found->second;
+    return of;
+  }
+
+  fs::path part(const TargetRun& run) const { return output(run).string() + ".part"; }
+
+  static int new_file(const fs::path& path) {
+    const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (file < 0) throw Error(Errc::io, "wanted to write it", path.string());
+    return file;
   }
 
   const ReproduceOptions& o_;
@@ -303,46 +338,143 @@ class Table {
   std::set<std::string> ran_;  // in this call
 };
 
-// The runs of all tables, one after another.
-int run_all(const ReproduceOptions& o, std::vector<Table>& tables) {
-  stop::watch();
-  std::size_t count = 0, number = 0, left = 0;
-  double estimate = 0;
-  for (const Table& table : tables)
-    for (const TargetRun* run : table.runs())
-      if (!table.done(*run)) ++count, estimate += table.about(*run);
-  if (!o.small && count > 0) log::info(fmt::format("{} commands, about {:.0f} s", count, estimate));
-  const auto begin = Clock::now();
-  bool ran = false;
-  int code = 0;
-  for (Table& table : tables) {
-    for (const TargetRun* run : table.runs()) {
-      if (table.done(*run)) continue;
-      ++number;
-      if (ran && o.within > 0 && seconds_since(begin) + table.about(*run) > o.within) {
-        ++left;
-        continue;
+// The commands of all tables. One at a time they run in the files' order; several at a time, each on a GPU of its own,
+// the longest chain first.
+class Commands {
+ public:
+  Commands(const ReproduceOptions& o, std::vector<Table>& tables)
+      : o_(o), jobs_(std::max(1, o.run.spread.jobs)), slots_(static_cast<std::size_t>(jobs_)) {
+    std::map<fs::path, fs::path> ties;
+    for (const Table& table : tables) table.tie(ties);
+    std::map<fs::path, std::size_t> places;
+    for (Table& table : tables)
+      for (const TargetRun* run : table.runs()) {
+        if (table.done(*run)) continue;
+        ++count_, estimate_ += table.about(*run);
+        const auto [place, is_new] = places.emplace(jobs_ > 1 ? table.tied(ties, *run) : "", chains_.size());
+        if (is_new) chains_.emplace_back();
+        Chain& chain = chains_[place->second];
+        chain.commands.push_back({&table, run}), chain.seconds += table.about(*run);
       }
-      log::info(fmt::format("[{}/{}] {}, {}", number, count, table.name_of(*run), table.time_text(*run)));
-      const int its = table.run(*run);
-      ran = true;
-      if (stop::requested()) break;
-      if (its != 0) log::error(fmt::format("{} ended with exit code {}; its rows say so", table.name_of(*run), its));
-      if (its != 0) code = 1;
-      table.write();
-    }
-    table.write();
-    if (stop::requested()) return stop::exit_code(stop::requested());
+    std::stable_sort(chains_.begin(), chains_.end(),
+                     [](const Chain& a, const Chain& b) { return a.seconds > b.seconds; });
   }
-  if (left > 0) log::info(fmt::format("{} commands are left: the same call goes on with them", left));
-  return left > 0 ? 1 : code;
+
+  int run() {
+    stop::watch();
+    if (!o_.small && count_ > 0)
+      log::info(fmt::format("{} commands, about {:.0f} s{}", count_, estimate_,
+                            jobs_ > 1 ? fmt::format(" of one GPU, {} at a time", jobs_) : ""));
+    for (int handed_on = 0; advance(); usleep(50'000))
+      if (const int signal = stop::requested(); signal && !handed_on) {
+        for (const Slot& slot : slots_)
+          if (slot.begun.program > 0) kill(slot.begun.program, signal);
+        handed_on = signal;
+      }
+    if (stop::requested()) return stop::exit_code(stop::requested());
+    if (left_ > 0) log::info(fmt::format("{} commands are left: the same call goes on with them", left_));
+    return left_ > 0 ? 1 : code_;
+  }
+
+ private:
+  struct Command {
+    Table* table;
+    const TargetRun* run;
+  };
+  struct Chain {
+    std::vector<Command> commands;
+    double seconds = 0;
+    std::size_t next = 0;
+  };
+  struct Slot {
+    Chain* chain = nullptr;
+    Command command{};
+    Table::Begun begun{};
+  };
+
+  // Begins what can begin, and takes what has ended. False: nothing is under way.
+  bool advance() {
+    bool some = false;
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      Slot& slot = slots_[i];
+      ProgramEnd end;
+      if (slot.begun.program > 0 && has_ended(slot.begun.program, end)) ended(slot, end);
+      while (slot.begun.program <= 0 && !stop::requested() && next(slot)) begin(slot, static_cast<int>(i));
+      some |= slot.begun.program > 0;
+    }
+    return some;
+  }
+
+  // The slot's next command: of its chain, else of one that no slot has begun.
+  bool next(Slot& slot) {
+    for (;;) {
+      if (!slot.chain || slot.chain->next == slot.chain->commands.size()) {
+        if (next_chain_ == chains_.size()) return false;
+        slot.chain = &chains_[next_chain_++];
+      }
+      slot.command = slot.chain->commands[slot.chain->next++];
+      const auto [table, run] = slot.command;
+      ++number_;
+      if (table->done(*run)) continue;  // tables may share a file
+      if (!began_ || o_.within <= 0 || seconds_since(begin_) + table->about(*run) <= o_.within) return true;
+      ++left_;
+    }
+  }
+
+  void begin(Slot& slot, int index) {
+    const auto [table, run] = slot.command;
+    log::info(fmt::format("[{}/{}] {}, {}", number_, count_, table->name_of(*run), table->time_text(*run)));
+    began_ = true;
+    try {
+      const bool beside = jobs_ > 1;
+      slot.begun = table->begin(*run, beside ? share_of_machine(!o_.small, true, index, jobs_) : Environment(), beside);
+    } catch (const Error& error) {
+      log::error(error.what());
+      slot.begun = {-1, Clock::now()};
+      ProgramEnd end;
+      end.code = 3;
+      ended(slot, end);
+    }
+  }
+
+  void ended(Slot& slot, const ProgramEnd& end) {
+    const auto [table, run] = slot.command;
+    slot.begun.program = -1;
+    const int code = table->ended(*run, slot.begun, end);
+    if (!stop::requested() && code != 0) {
+      log::error(fmt::format("{} ended with exit code {}; its rows say so{}", table->name_of(*run), code,
+                             jobs_ > 1 ? "; its messages are in " + table->log_of(*run).string() : ""));
+      code_ = 1;
+    }
+    table->write();
+  }
+
+  const ReproduceOptions& o_;
+  int jobs_;
+  std::vector<Chain> chains_;
+  std::vector<Slot> slots_;
+  std::size_t count_ = 0, number_ = 0, left_ = 0, next_chain_ = 0;
+  double estimate_ = 0;
+  bool began_ = false;
+  int code_ = 0;
+  const Clock::time_point begin_ = Clock::now();
+};
+
+void check_jobs(const ReproduceOptions& o) {
+  if (o.run.spread.on == WorkersOn::mpi || o.run.spread.on == WorkersOn::slurm)
+    throw Error(Errc::config, "got --on for targets, wanted --jobs: runs that a row compares share a GPU", where);
+  const int jobs = o.run.spread.jobs, gpus = static_cast<int>(gpu_names().size());
+  if (jobs > 1 && !o.small && !o.check && !o.report && jobs > gpus)
+    throw Error(Errc::config,
+                fmt::format("got {} jobs and {} GPU{}, wanted a GPU for each: times are measured", jobs, gpus,
+                            gpus == 1 ? "" : "s"),
+                "--jobs");
 }
 
 }  // namespace
 
 int run_targets(const ReproduceOptions& o, const std::vector<const TargetTable*>& all, const fs::path& tree) {
-  if (o.run.spread.on != WorkersOn::nothing)
-    throw Error(Errc::config, "got --jobs or --on for targets, wanted neither: times are measured", where);
+  check_jobs(o);
   if (!o.only.empty() && all.size() != 1)
     throw Error(Errc::config, fmt::format("got --only with {} tables, wanted one", all.size()), where);
   const results::Format format = results::parse_format(o.format);
@@ -355,7 +487,7 @@ int run_targets(const ReproduceOptions& o, const std::vector<const TargetTable*>
       for (const TargetRun* run : table.runs()) table.check(*run);
     return 0;
   }
-  if (!o.report) code = run_all(o, tables);
+  if (!o.report) code = Commands(o, tables).run();
   if (code >= 128) return code;
   for (const Table& table : tables) {
     if (o.report || !o.quiet) fmt::print("{}", table.text(format));

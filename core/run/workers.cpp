@@ -39,18 +39,12 @@ struct Shares {
 
   void add(const Experiment& e) {
     gpus |= e.backend != "cpu";
-    cores |= e.threads == 0 && !std::getenv(omp_threads);
+    cores |= e.threads == 0;
   }
 };
 
-// The variables of worker `index` of `count` on this machine. A machine without GPUs gives none.
 Environment share(const Shares& shares, int index, int count) {
-  Environment set;
-  if (shares.gpus)
-    if (const auto gpus = gpu_names(); !gpus.empty())
-      set[visible] = gpus[static_cast<std::size_t>(index) % gpus.size()];
-  if (shares.cores) set[omp_threads] = std::to_string(std::max(1, usable_cores() / count));
-  return set;
+  return share_of_machine(shares.gpus, shares.cores, index, count);
 }
 
 // The words of a worker: `kvlab run --worker-of X ...`.
@@ -186,6 +180,15 @@ void need_program(const std::string& name, const std::string& whose, const std::
 }
 
 }  // namespace
+
+Environment share_of_machine(bool gpus, bool cores, int index, int count) {
+  Environment set;
+  if (gpus)
+    if (const auto names = gpu_names(); !names.empty())
+      set[visible] = names[static_cast<std::size_t>(index) % names.size()];
+  if (cores && !std::getenv(omp_threads)) set[omp_threads] = std::to_string(std::max(1, usable_cores() / count));
+  return set;
+}
 
 void check_spread(const Spread& spread, const Experiment& e) {
   if (spread.on == WorkersOn::here) check_beside(e, spread.jobs, usable_cores(), "--jobs");

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/program.hpp"
 #include "experiment/experiment.hpp"
 
 namespace kvlab {
@@ -49,6 +50,10 @@ void check_beside(const Experiment& e, int count, int cores, const std::string& 
 // Gives a rank of mpirun its GPU and its share of the machine's cores: kvlab starts itself again with them. Returns in
 // every other process. Call it before CUDA is used. all: what the rank will run.
 void place_rank(const std::vector<Experiment>& all);
+
+// The variables that give process `index` of `count` on this machine a GPU and its share of the cores. A machine
+// without GPUs gives none.
+Environment share_of_machine(bool gpus, bool cores, int index, int count);
 
 // What the user gave starts no worker.
 class CannotStart final : public Error {

@@ -48,6 +48,13 @@ class OwnTree {
     all.insert(all.end(), words.begin(), words.end());
     return test::Child(all).wait();
   }
+  // A row that compares two runs.
+  void tie(const std::string& one, const std::string& other) {
+    std::ofstream(folder_ / "share/kvlab/analysis/targets/own.yaml", std::ios::app)
+        << "  tied: {title: tied, of: {run: " << one << ", policy: full, read: tpot_ms_p50}, against: {run: " << other
+        << "}, as: ratio, at_most: 1000}\n";
+  }
+  std::string out(const std::string& name) const { return folder_ / ("out/" + name); }
   std::string left(const std::string& name) const {
     std::ifstream in(folder_ / ("out/" + name));
     return {std::istreambuf_iterator<char>(in), {}};
@@ -109,6 +116,24 @@ TEST_CASE("reproduce targets --within leaves what may end later for the next cal
   CHECK_THAT(second.said, Contains("[1/1] targets/own: after") && !Contains("are left"));
 }
 
+TEST_CASE("reproduce targets --jobs: several commands at a time, what a row compares one after another") {
+  OwnTree tree;
+  tree.tie("good", "after");
+  const Ended ran = tree.run({"--small", "--jobs", "3", "--format", "csv"});
+  INFO(ran.said);
+  CHECK(ran.code == 1);
+  CHECK_THAT(ran.said, Contains("bad ended with exit code 2; its rows say so; its messages are in "));
+  CHECK_THAT(ran.said, !Contains("wanted at most 4096"));
+  CHECK_THAT(tree.left("targets-own-small-bad.log"), Contains("wanted at most 4096"));
+  CHECK(count_of(ran.said, ",small,") == 3);
+  // "bad" began beside "good"; "after" began when that had ended.
+  const auto time_of = [&](const char* name) { return std::filesystem::last_write_time(tree.out(name)); };
+  CHECK(ran.said.find("own: bad, small") < ran.said.find("own: after, small"));
+  CHECK(time_of("targets-own-small-good.h5") < time_of("targets-own-small-after.h5"));
+  const Ended again = tree.run({"--small", "--jobs", "3"});
+  CHECK(count_of(again.said, ", small\n") == 1);  // what failed
+}
+
 TEST_CASE("reproduce targets --check says what would run and for how long, and runs nothing") {
   const OwnTree tree;
   const Ended ended = tree.run({"--check", "--only", "third"});
@@ -127,7 +152,8 @@ TEST_CASE("reproduce targets refuses what it cannot do before it runs anything")
     return ended.said;
   };
   CHECK_THAT(said({"--only", "frist"}), Contains("got 'frist', wanted a row of targets/own (did you mean 'first'?)"));
-  CHECK_THAT(said({"--jobs", "2"}), Contains("times are measured"));
+  CHECK_THAT(said({"--jobs", "99"}), Contains("got 99 jobs and ") && Contains("wanted a GPU for each"));
+  CHECK_THAT(said({"--on", "mpi"}), Contains("got --on for targets, wanted --jobs"));
   CHECK_THAT(said({"targets/own", "--only", "first"}), Contains("got --only with 2 tables"));
   CHECK_THAT(said({"freekv/figure8"}), Contains("got 'freekv/figure8', wanted targets/own"));
   const Ended paper = run_kvlab({"reproduce", "freekv/figure8", "--only", "x", "-o", "/nonexistent"});
