@@ -446,6 +446,7 @@ class Commands {
                              jobs_ > 1 ? "; its messages are in " + table->log_of(*run).string() : ""));
       code_ = 1;
     }
+    if (jobs_ > 1 && code == 0) log::info(fmt::format("{}, {}", table->name_of(*run), table->time_text(*run)));
     table->write();
   }
 
