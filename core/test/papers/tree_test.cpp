@@ -1,4 +1,4 @@
-// The published values of this tree name cells that its experiments have. No model and no data file is read.
+// The published values of this tree name cells that its experiments have, and its experiments can run.
 #include <fmt/format.h>
 #include <catch2/catch.hpp>
 #include <filesystem>
@@ -19,7 +19,10 @@
 #include "papers/beside.hpp"
 #include "papers/targets.hpp"
 #include "plugin/loader.hpp"
+#include "result/profile_file.hpp"
 #include "result/report_blocks.hpp"
+#include "run/profile.hpp"
+#include "run/runner.hpp"
 #include "support/places.hpp"
 
 using namespace kvlab;
@@ -221,6 +224,45 @@ TEST_CASE("every target names one cell of its experiment, or one line of kvlab b
   }
   CHECK(rows > 100);
   if (!faults.empty()) FAIL(faults);
+}
+
+// As `kvlab check` does, on the CPU. What other machines have is not asked for: weights, data, room for pages.
+TEST_CASE("every experiment of the tree passes its checks, and every profile in it can be read") {
+  namespace fs = std::filesystem;
+  const fs::path root = test::source_root();
+  Registry registry({test::plugin_folder()});
+  const RegistryCatalog catalog(registry);
+  int profiles = 0;
+  std::vector<Experiment> experiments;
+  std::set<fs::path> made;  // profiles that experiments of the tree make
+  for (const auto& entry : fs::recursive_directory_iterator(root / "experiments")) {
+    CAPTURE(entry.path().string());
+    if (entry.path().extension() == ".h5") {
+      CHECK(!results::read_profile(entry.path().string()).profilers.empty());
+      ++profiles;
+    }
+    if (entry.path().extension() != ".yaml") continue;
+    experiments.push_back(load_experiment(entry.path().string(), {"backend=cpu"}, catalog));
+    const Experiment& e = experiments.back();
+    if (!e.profilers.empty()) made.insert(fs::weakly_canonical(root / e.output));
+  }
+  int passed = 0;
+  std::string faults;
+  for (const Experiment& e : experiments) try {
+      if (e.profilers.empty())
+        check_experiment(e, catalog, made);
+      else
+        check_profile(e, catalog);
+      ++passed;
+    } catch (const Error& error) {
+      const std::string why = error.what();
+      const auto says = [&](const char* what) { return why.find(what) != why.npos; };
+      if (!says("/../../models/") && !says("/../../data/") && !says("the free memory of this machine"))
+        faults += why + "\n";
+    }
+  if (!faults.empty()) FAIL(faults);
+  CHECK(passed > 60);
+  CHECK(profiles > 5);
 }
 
 TEST_CASE("a value that names what no experiment has is found by name") {

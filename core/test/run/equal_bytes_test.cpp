@@ -129,6 +129,14 @@ TEST_CASE("equal_bytes below what a policy always keeps is refused") {
     cells.equal(bytes_with("random", 1));
     CHECK_THROWS_WITH(check_cell(cells.input()), Contains("wanted at least") && Contains("40 first"));
   }
+  {  // one of many policies of a table: its cell says so
+    Cells cells("{arkvale: {sinks: 40, window: 40}}");
+    cells.equal(bytes_with("random", 1));
+    CHECK_NOTHROW(check_cell(cells.input()));
+    const results::CellResult result = cells.run();
+    CHECK(result.summary.status == "failed");
+    CHECK_THAT(result.summary.error, Contains("got equal_bytes of") && Contains("'arkvale' holds that with"));
+  }
   // A page of each head fits, and then the tables of the cache are too much.
   Cells cells("random");
   const ModelConfig& c = cells.model->config;
