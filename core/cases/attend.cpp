@@ -797,7 +797,8 @@ void add_steps(std::vector<Case>& v) {
     v.push_back(step(fmt::format("k8v4, 56 % in k4v2 32/8 heads of 128, {} x {}, page 16", batch, context), s,
                      std::int64_t{batch} * context, true));
   }
-  for (const auto& [name, codec, batch, context] : {std::tuple{"bf16", CodecSpec{}, 8, 32768},
+  for (const auto& [name, codec, batch, context] : {std::tuple{"bf16", CodecSpec{}, 1, 32768},
+                                                    {"bf16", CodecSpec{}, 8, 32768},
                                                     {"k8v4, 56 % in k4v2", CodecSpec{{8}, {4}}, 8, 32768},
                                                     {"k8v4, 56 % in k4v2", CodecSpec{{8}, {4}}, 64, 1024}}) {
     AttendShape s = batch_of(batch, context, 16);

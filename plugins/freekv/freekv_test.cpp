@@ -100,6 +100,29 @@ TEST_CASE("freekv reads on real text what a plain implementation reads, with and
   if (speculation && threshold > 0) CHECK((turned > 20 && calm > 20));
 }
 
+// The method card's memory of a sequence, in the tags of the ledger: the budget's pages of each head, summaries of all
+// pages, the last query. Sinks and the window may begin and end within pages.
+TEST_CASE("freekv takes the bytes of the method's formula") {
+  OnText run(Role::policy, "freekv", params({}), most_tokens, prompt + steps, page);
+  const std::int64_t d = run.config().head_dim, b = 4, heads = run.config().kv_heads, layers = run.config().layers;
+  const auto check = [&](std::int64_t n) {
+    CAPTURE(n);
+    const std::int64_t pages = (n + page - 1) / page, chosen = most_tokens / page;
+    const auto of = [&](Tier tier, Tag tag) { return run.ledger().held(tier)[static_cast<std::size_t>(tag)]; };
+    const auto kv = [&](Tier tier) { return of(tier, Tag::keys) + of(tier, Tag::values); };
+    const std::int64_t dense = heads * pages, bound = heads * (layers - 1);
+    CHECK(kv(Tier::device) >= 2 * d * b * page * (dense + bound * chosen));
+    CHECK(kv(Tier::device) <= 2 * d * b * page * (dense + bound * (chosen + 2)));
+    CHECK(kv(Tier::host) == 2 * d * b * page * bound * (n / page));
+    CHECK(of(Tier::device, Tag::summaries) == 2 * d * b * heads * layers * pages);
+    CHECK(of(Tier::device, Tag::workspace) >= d * b * layers * heads * run.group());
+  };
+  run.prefill(prompt);
+  check(prompt);
+  for (int step = 0; step < 16; ++step) run.step();
+  check(prompt + 16);
+}
+
 // The paper's setting: 16 pages of sinks, 32 selected and 16 of the window.
 TEST_CASE("freekv: a budget pays for sinks, window and selected pages") {
   CHECK_THROWS_WITH(OnText(Role::policy, "freekv", params({}), sinks + window + page - 1, 64, page),

@@ -24,6 +24,7 @@ struct Scene : StoreFixture {
   explicit Scene(bool full, const StoreOptions& like = {}) {
     options.token_state = like.token_state;
     options.host_codec = like.host_codec;
+    options.pauses = like.pauses;
     options.shape.layers = 1;
     options.host_pages = true;
     const std::int64_t frame = frame_layout(options, {}).bytes;
@@ -248,4 +249,36 @@ TEST_CASE("cuda store: an edit of n steps from now takes effect exactly then, fr
   fill(b, 1, true);
   CHECK(store.length(0, b, 0) == 9);  // the edit acts once
   store.check_invariants();
+}
+
+// As on the CPU (core/test/store/place_test.cpp).
+TEST_CASE("cuda store: a place edit comes with its deadline, in no step before and in none after") {
+  StoreOptions pauses;
+  pauses.pauses = true;
+  for (const int steps : {0, 1, 3}) {  // 0: the next one by name
+    CAPTURE(steps);
+    Scene f(false, pauses);
+    const auto step = [&] { test::append_rows(*f.store, f, f.memory, 0, 1, true); };
+    f.place({1, 4}, true, steps == 0 ? Deadline{Deadline::next_step} : Deadline::in_steps(steps));
+    for (int i = 1; i < steps; ++i) {
+      step();
+      CHECK(f.device() == Pages{2, 5, 11});
+    }
+    CHECK(f.device() == Pages{2, 5, 11});
+    step();
+    f.store->settle();
+    const int newest = steps < 3 ? 11 : 12;  // token 48 begins a page
+    CHECK(f.device() == Pages{1, 4, newest});
+    for (int i = 0; i < 4; ++i) step();
+    CHECK(f.device() == Pages{1, 4, newest, newest + 1});  // once only
+    f.store->check_invariants();
+  }
+  Scene f(false, pauses);
+  f.place({1}, true, {Deadline::sequence});
+  f.place({4}, true, {Deadline::next_step});  // given later, and it runs first
+  CHECK(f.device() == Pages{2, 5, 11});
+  test::append_rows(*f.store, f, f.memory, 0, 1, true);
+  f.store->settle();
+  CHECK(f.device() == Pages{1, 11});
+  f.store->check_invariants();
 }

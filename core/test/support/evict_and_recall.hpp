@@ -6,7 +6,9 @@
 // Heads keep their newest 64 tokens. All pages but the newest live on the host. A step brings its best four.
 class EvictAndRecall final : public kvlab::Policy {
  public:
-  kvlab::Needs needs() const override { return kvlab::Needs{}.page_summary(kvlab::Summary::min_max).capturable(true); }
+  kvlab::Needs needs() const override {
+    return kvlab::Needs{}.page_summary(kvlab::Summary::min_max).host_pages(true).capturable(true);
+  }
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     if (kv.last[0]) leave(kv, edits, s);
   }
