@@ -8,12 +8,15 @@
 
 namespace heterocache {
 
-// L_base: the tokens that a compressed head keeps in the mean. A budget is tokens of a KV head, the mean of all heads.
-// Of `heads`, `full` keep the whole prompt of n tokens. 0 if the budget pays for no more than those.
-inline int base_of(std::size_t heads, std::size_t full, int n, int budget) {
-  const double rest = static_cast<double>(heads) * std::min(budget, n) - static_cast<double>(full) * n;
-  if (heads == full || rest <= 0) return heads == full ? n : 0;
-  return std::clamp(static_cast<int>(rest / static_cast<double>(heads - full)), 1, n);
+constexpr double rounding = 1e-6;  // tokens; errors of double are far below
+
+// L_base: the tokens that a compressed head keeps in the mean. A budget is tokens of a KV head, the mean of all heads;
+// that of a ratio is ratio * n, with its fraction. Of `heads`, `full` keep the whole prompt of n tokens. 0 if the budget
+// pays for no more than those.
+inline int base_of(std::size_t heads, std::size_t full, int n, double budget) {
+  const double rest = static_cast<double>(heads) * std::min<double>(budget, n) - static_cast<double>(full) * n;
+  if (heads == full || rest <= rounding) return heads == full ? n : 0;
+  return std::clamp(static_cast<int>(rest / static_cast<double>(heads - full) + rounding), 1, n);
 }
 
 // The tokens of each head. weights: 0 = the head keeps all n. The others divide `base` tokens per head by weight. What
@@ -31,8 +34,8 @@ inline std::vector<std::int32_t> divided(const std::vector<double>& weights, int
     for (double& w : own) w *= total / sum;
   std::vector<std::int32_t> tokens;
   auto share = own.begin();
-  for (const double w : weights)  // rounding errors are far below a millionth of a token
-    tokens.push_back(w > 0 ? std::clamp(static_cast<std::int32_t>(*share++ * n + 1e-6), 1, n) : n);
+  for (const double w : weights)
+    tokens.push_back(w > 0 ? std::clamp(static_cast<std::int32_t>(*share++ * n + rounding), 1, n) : n);
   return tokens;
 }
 

@@ -76,7 +76,7 @@ class HeteroCache final : public kvlab::Policy {
   // have the prompt on the host too.
   kvlab::Demand demand(int prompt, int max_new) const override {
     const int budget = budget_.budget(prompt), p = budget_.whole_pages(prompt);
-    if (budget < 0 || heterocache::base_of(weights_.size(), full_, prompt, budget) == 0) return {};
+    if (budget < 0 || heterocache::base_of(weights_.size(), full_, prompt, exact(prompt, budget)) == 0) return {};
     const std::int64_t kept = std::int64_t{std::min(budget, prompt)} + page_;
     const double satellites = static_cast<double>(std::count(role_.begin(), role_.end(), satellite));
     const double below = recalls_ ? satellites / static_cast<double>(role_.size()) : 0;
@@ -88,7 +88,7 @@ class HeteroCache final : public kvlab::Policy {
     if (rho_ > 0 && budget.kind != kvlab::BudgetAmount::unlimited)
       throw kvlab::Error(kvlab::Errc::config, "got both rho and a budget, wanted one: rho is `budget: {ratio: RHO}`");
     const kvlab::BudgetAmount amount = rho_ > 0 ? kvlab::BudgetAmount{kvlab::BudgetAmount::ratio, rho_} : budget;
-    heads_of_layer_ = static_cast<std::size_t>(shape.kv_heads), kind_ = amount.kind;
+    heads_of_layer_ = static_cast<std::size_t>(shape.kv_heads), amount_ = amount;
     page_ = shape.page_size, budget_ = kvlab::TierDemand(shape, amount, 0);
     if (!clusters_) role_.assign(heads, anchor), pivot_of_.assign(heads, -1);
     if (!allocates_) stable_.assign(heads, 1);
@@ -113,7 +113,7 @@ class HeteroCache final : public kvlab::Policy {
     }
     full_ = static_cast<std::size_t>(std::count(weights_.begin(), weights_.end(), 0.));
     const double least = static_cast<double>(full_) / static_cast<double>(heads);
-    if (kind_ == kvlab::BudgetAmount::ratio && amount.value <= least) refuse("a ratio of ", amount.value, least);
+    if (amount.kind == kvlab::BudgetAmount::ratio && amount.value <= least) refuse("a ratio of ", amount.value, least);
     if (!recalls_) return;
     leader_ = kvlab::HeadOfHead("pivot of", shape, leader, w);
     widest_ = kvlab::HeadOfHead("widest of the cluster", shape, widest, w);
@@ -139,9 +139,9 @@ class HeteroCache final : public kvlab::Policy {
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     if (!kv.last[0]) return;
     const int n = kv.position[0];
-    const int budget = rho_ > 0 ? std::max(1, static_cast<int>(n * rho_)) : kv.budget_tokens(0);
+    const double budget = exact(n, kv.budget_tokens(0));
     const int base = heterocache::base_of(weights_.size(), full_, n, budget);
-    if (base == 0 && kind_ != kvlab::BudgetAmount::ratio)
+    if (base == 0 && amount_.kind != kvlab::BudgetAmount::ratio)
       refuse(("a prompt of " + std::to_string(n) + " tokens with a budget of ").c_str(), budget,
              static_cast<double>(full_) * n / static_cast<double>(weights_.size()));
     if (base == 0 || base == n) return;  // a ratio of a few tokens is none
@@ -198,6 +198,10 @@ class HeteroCache final : public kvlab::Policy {
   }
 
  private:
+  // The budget's tokens of a KV head. Those of a ratio are no whole number, and base_of rounds once.
+  double exact(int n, int tokens) const {
+    return amount_.kind == kvlab::BudgetAmount::ratio ? std::max(1., n * amount_.value) : tokens;
+  }
   bool watches(const kvlab::LayerKv& kv) const { return recalls_ && follows_[static_cast<std::size_t>(kv.layer)]; }
   int lead(const kvlab::LayerKv& kv) const { return 1 + stagger_ * kv.layer; }
   kvlab::ops::DriftWatch watch(const kvlab::LayerKv& kv) const { return {missed_.of(kv), rests_.of(kv)}; }
@@ -219,7 +223,7 @@ class HeteroCache final : public kvlab::Policy {
   int recall_steps_;
   double rho_;
   kvlab::Deadline when_;
-  kvlab::BudgetAmount::Kind kind_ = kvlab::BudgetAmount::unlimited;
+  kvlab::BudgetAmount amount_;
   std::vector<float> role_, pivot_of_, stable_;  // [layer, kv_head], like weights_
   std::vector<double> weights_;                  // of the division; 0 = the head keeps all
   std::vector<bool> follows_;                    // [layer] a head of it is a satellite

@@ -76,6 +76,14 @@ TEST_CASE("the base is what the heads that keep all leave over") {
   CHECK(heterocache::base_of(8, 2, 1, 0) == 0);
 }
 
+// (rho * N - N_full) * n / N_comp of Llama is 378.3. From 499 of 499.5 tokens it would be 377.6.
+TEST_CASE("the base of a ratio is rounded once") {
+  CHECK(heterocache::base_of(256, 50, 999, .5 * 999) == 378);
+  CHECK(heterocache::base_of(256, 50, 999, 499) == 377);
+  CHECK(heterocache::base_of(10, 0, 100, .29 * 100) == 29);  // .29 * 100 is less than 29
+  CHECK(heterocache::base_of(10, 3, 30, .3 * 30) == 0);
+}
+
 namespace {
 
 // A watch over TwoHeads: head 0 is the pivot of both. A check is due in every fifth step.
@@ -356,7 +364,8 @@ TEST_CASE("heterocache refuses a budget that full heads alone take, and profiles
 }
 
 TEST_CASE("heterocache's rho is a budget's ratio") {
-  OnText run(Role::policy, "heterocache", {{"rho", .5}}, 0, prompt + 1, page, roles);
+  const auto [rho, tokens_of_base] = GENERATE(std::pair{.5, 72}, std::pair{.504, 73});  // (32 * 100.8 - 7 * 200) / 25
+  OnText run(Role::policy, "heterocache", {{"rho", rho}}, 0, prompt + 1, page, roles);
   const int layers = run.config().layers, heads = run.config().kv_heads;
   const Profile p = roles(layers, heads);
   std::vector<double> w;
@@ -365,7 +374,8 @@ TEST_CASE("heterocache's rho is a budget's ratio") {
     w.push_back(p.at("role").values[i] == 2 ? 0 : 1 / double{p.at("stable").values[i]});
     full += p.at("role").values[i] == 2;
   }
-  const Ints tokens = heterocache::divided(w, heterocache::base_of(w.size(), full, prompt, prompt / 2), prompt, true);
+  CHECK(heterocache::base_of(w.size(), full, prompt, rho * prompt) == tokens_of_base);
+  const Ints tokens = heterocache::divided(w, tokens_of_base, prompt, true);
   run.prefill(prompt);
   for (int layer = 0; layer < layers; ++layer)
     for (int head = 0; head < heads; ++head) {
