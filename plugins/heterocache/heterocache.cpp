@@ -89,6 +89,7 @@ class HeteroCache final : public kvlab::Policy {
       throw kvlab::Error(kvlab::Errc::config, "got both rho and a budget, wanted one: rho is `budget: {ratio: RHO}`");
     const kvlab::BudgetAmount amount = rho_ > 0 ? kvlab::BudgetAmount{kvlab::BudgetAmount::ratio, rho_} : budget;
     heads_of_layer_ = static_cast<std::size_t>(shape.kv_heads), amount_ = amount;
+    first_.assign(static_cast<std::size_t>(shape.max_slots), false);
     page_ = shape.page_size, budget_ = kvlab::TierDemand(shape, amount, 0);
     if (!clusters_) role_.assign(heads, anchor), pivot_of_.assign(heads, -1);
     if (!allocates_) stable_.assign(heads, 1);
@@ -135,10 +136,16 @@ class HeteroCache final : public kvlab::Policy {
     drifted_ = kvlab::KeptFlags("drifted", shape, w);
   }
 
-  // A budget that pays for all tokens evicts nothing.
+  void release(int slot) override { first_[static_cast<std::size_t>(slot)] = false; }
+
+  // A budget that pays for all tokens evicts nothing. Of a second prompt nothing is evicted: satellites could no longer
+  // be archived as a whole, and what pivots and archives hold stays that of the first.
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
-    if (!kv.last[0]) return;
+    const auto slot = static_cast<std::size_t>(kv.slots[0]);
     const int n = kv.position[0];
+    if (n == kv.chunk_queries.extent[2]) first_[slot] = true;
+    if (!kv.last[0] || !first_[slot]) return;
+    if (static_cast<std::size_t>(kv.layer) + 1 == follows_.size()) first_[slot] = false;
     const double budget = exact(n, kv.budget_tokens(0));
     const int base = heterocache::base_of(weights_.size(), full_, n, budget);
     if (base == 0 && amount_.kind != kvlab::BudgetAmount::ratio)
@@ -227,6 +234,7 @@ class HeteroCache final : public kvlab::Policy {
   std::vector<float> role_, pivot_of_, stable_;  // [layer, kv_head], like weights_
   std::vector<double> weights_;                  // of the division; 0 = the head keeps all
   std::vector<bool> follows_;                    // [layer] a head of it is a satellite
+  std::vector<bool> first_;                      // [slot] a sequence's first prompt is under way
   std::size_t heads_of_layer_ = 0, full_ = 0;
   int page_ = 1;
   kvlab::TierDemand budget_;

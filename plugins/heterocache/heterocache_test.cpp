@@ -234,14 +234,16 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
     const char* order;
     bool retrieval, asynchrony, stagger;
     int recall_steps = 1;
+    int again = 0;  // tokens of a second prompt after seven steps
   };
   const auto x =
       GENERATE(Setting{.5, 5, 5, "score", true, true, true}, Setting{.97, 5, 5, "score", true, false, false},
                Setting{.97, 5, 5, "position", true, true, true}, Setting{.97, 5, 5, "score", true, true, true},
                Setting{.95, 4, 1, "score", true, true, true}, Setting{1, 3, 2, "score", false, true, true},
                Setting{0, 2, 2, "score", true, true, false}, Setting{.97, 5, 5, "score", true, true, true, 4},
-               Setting{.97, 3, 2, "score", true, false, false, 7});
-  CAPTURE(x.threshold, x.window, x.every, x.order, x.retrieval, x.recall_steps);
+               Setting{.97, 3, 2, "score", true, false, false, 7}, Setting{.97, 5, 5, "score", true, true, true, 1, 9},
+               Setting{.97, 3, 2, "score", true, false, true, 4, 90});
+  CAPTURE(x.threshold, x.window, x.every, x.order, x.retrieval, x.recall_steps, x.again);
   const ParamMap params{{"threshold", x.threshold},
                         {"window", std::int64_t{x.window}},
                         {"check_every", std::int64_t{x.every}},
@@ -251,7 +253,7 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
                         {"stagger", x.stagger},
                         {"recall_steps", std::int64_t{x.recall_steps}}};
   constexpr int budget = 120;
-  OnText run(Role::policy, "heterocache", params, budget, prompt + steps, page, roles);
+  OnText run(Role::policy, "heterocache", params, budget, prompt + steps + x.again, page, roles);
   const int layers = run.config().layers, heads = run.config().kv_heads;
   REQUIRE(heads >= 3);
   const Profile p = roles(layers, heads);
@@ -289,8 +291,12 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
   };
   check(prompt - 1);
   for (int step = 0; step < steps; ++step) {
+    if (step == 7 && x.again > 0) {  // its tokens stay, like generated ones
+      run.prefill(x.again);
+      check(prompt + step + x.again - 1);
+    }
     run.step();
-    const int position = prompt + step;
+    const int position = prompt + step + (step < 7 ? 0 : x.again);
     for (int layer = 0; x.retrieval && layer + 1 < layers; ++layer) {
       auto& own = bases[static_cast<std::size_t>(layer)];
       auto& known = overlaps_of[static_cast<std::size_t>(layer)];
@@ -353,8 +359,10 @@ TEST_CASE("heterocache refuses a budget that full heads alone take, and profiles
   const auto policy = made({BudgetAmount::tokens, 8}, p);
   const bool last = true;
   const std::int32_t tokens = 64, budget = 8;
+  const std::int32_t slot = 0;
   LayerPrefill kv;
-  kv.last = &last, kv.position = &tokens, kv.budget = &budget;
+  kv.last = &last, kv.position = &tokens, kv.budget = &budget, kv.slots = &slot;
+  kv.chunk_queries.extent[2] = tokens;
   Edits edits;
   CHECK_THROWS_WITH(policy->prefill(kv, edits, Stream::cpu()),
                     Catch::Contains("got a prompt of 64 tokens with a budget of 8, wanted more than 8: pivots"));
