@@ -356,6 +356,8 @@ TEST_CASE("heterocache refuses a budget that full heads alone take, and profiles
   CHECK_THROWS_WITH(made({}, p, {{"rho", .125}}), Catch::Contains("got a ratio of 0.125, wanted more than 0.125"));
   CHECK_THROWS_WITH(made({BudgetAmount::ratio, .5}, p, {{"rho", .5}}),
                     Catch::Contains("got both rho and a budget, wanted one"));
+  CHECK_THROWS_WITH(made({BudgetAmount::ratio, .5}, p, {{"kernel", std::int64_t{4}}}),
+                    Catch::Contains("got a kernel of 4, wanted an odd one"));
   const auto policy = made({BudgetAmount::tokens, 8}, p);
   const bool last = true;
   const std::int32_t tokens = 64, budget = 8;
@@ -391,6 +393,44 @@ TEST_CASE("heterocache's rho is a budget's ratio") {
       std::sort(kept.begin(), kept.end());
       CHECK(kept == best_of(run, layer, head, prompt - 1, tokens[static_cast<std::size_t>(layer * heads + head)]));
     }
+}
+
+// A threshold of 1 would fetch at each check. The least stable head counts as .05, so it keeps most but not all.
+TEST_CASE("heterocache without clustering: every head keeps its best tokens, and the host holds nothing") {
+  const bool allocation = GENERATE(true, false);
+  CAPTURE(allocation);
+  constexpr int budget = 20;
+  const auto with_zero = [](int layers, int heads) {
+    Profile p = roles(layers, heads);
+    p["stable"].values[5] = 0;
+    return p;
+  };
+  OnText run(Role::policy, "heterocache",
+             {{"clustering", false}, {"allocation", allocation}, {"threshold", 1.}, {"check_every", std::int64_t{1}}},
+             budget, prompt + 7, page, allocation ? with_zero : OnText::MakeProfile());
+  const int layers = run.config().layers, heads = run.config().kv_heads;
+  std::vector<double> w(static_cast<std::size_t>(layers * heads), 1);
+  const Profile p = with_zero(layers, heads);
+  for (std::size_t i = 0; allocation && i < w.size(); ++i) w[i] = 1 / std::max(.05, double{p.at("stable").values[i]});
+  const Ints tokens = heterocache::divided(w, budget, prompt, true);
+  CHECK((tokens[5] > 3 * budget) == allocation);
+  CHECK(tokens[5] < prompt);
+  run.prefill(prompt);
+  for (int step = 0; step <= 7; ++step) {
+    for (int layer = 0; layer < layers; ++layer)
+      for (int head = 0; head < heads; ++head) {
+        CAPTURE(step, layer, head);
+        std::vector<int> wanted =
+            best_of(run, layer, head, prompt - 1, tokens[static_cast<std::size_t>(layer * heads + head)]);
+        for (int t = 0; t < step; ++t) wanted.push_back(prompt + t);
+        std::vector<int> kept = run.kept(layer, head);
+        std::sort(kept.begin(), kept.end());
+        CHECK(kept == wanted);
+      }
+    if (step < 7) run.step();
+  }
+  CHECK(run.ledger().moved_total(Tier::host) == 0);
+  CHECK(run.ledger().moved_total(Tier::device) == 0);
 }
 
 TEST_CASE("heterocache keeps a prompt of one token, and all tokens of a large budget") {
