@@ -11,8 +11,8 @@ namespace heterocache {
 constexpr double rounding = 1e-6;  // tokens; errors of double are far below
 
 // L_base: the tokens that a compressed head keeps in the mean. A budget is tokens of a KV head, the mean of all heads;
-// that of a ratio is ratio * n, with its fraction. Of `heads`, `full` keep the whole prompt of n tokens. 0 if the budget
-// pays for no more than those.
+// that of a ratio is ratio * n, with its fraction. Of `heads`, `full` keep the whole prompt of n tokens. 0 if the
+// budget pays for no more than those.
 inline int base_of(std::size_t heads, std::size_t full, int n, double budget) {
   const double rest = static_cast<double>(heads) * std::min<double>(budget, n) - static_cast<double>(full) * n;
   if (heads == full || rest <= rounding) return heads == full ? n : 0;
