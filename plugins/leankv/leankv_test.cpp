@@ -35,8 +35,8 @@ class Sequence {
     slot_ = store_->open();
   }
 
-  // sums: of each token, over all queries since it.
-  void prefill(const std::vector<float>& sums) {
+  // sums: of each token, over all queries since it. With `queries` they are the votes of these.
+  void prefill(const std::vector<float>& sums, const View<const float, 4>& queries = {}) {
     const int n = static_cast<int>(sums.size());
     REQUIRE(fixture_.fill(*store_, slot_, n) == Fit::ok);
     const bool last = true;
@@ -45,6 +45,7 @@ class Sequence {
       kv.last = &last;
       const auto mass = begin(kv, layer, sums);
       add_mass(kv);
+      kv.window_queries = queries;
       Edits edits(layer);
       policy_->prefill(kv, edits, Stream::cpu());
       REQUIRE(store_->apply(edits.all(), {slot_}).fit == Fit::ok);
@@ -215,6 +216,72 @@ TEST_CASE("leankv: each outcome of a decode step, and a page of low tokens that 
   CHECK(s.lower_pages() == 2);
   CHECK(s.places(0, 1) == counted(0, 28));
   CHECK(s.places(1, 0) == counted(0, 28));
+}
+
+// The paper's algorithm 1: the token that leaves the window decides. The merged rule would take token 8 in the first
+// step.
+TEST_CASE("leankv: by algorithm 1 the token that leaves the window steps down, or an older one behind it") {
+  Sequence s(with({{"window", std::int64_t{4}}, {"rule", std::string("algorithm_1")}}));
+  std::vector<float> sums(20, 10.f);
+  const auto mean = [&](int t, float x) { sums[static_cast<std::size_t>(t)] = x * static_cast<float>(20 - t); };
+  for (const int t : {0, 2, 4, 8}) mean(t, .01f);
+  mean(6, .00105f);
+  for (const int t : {1, 3}) mean(t, .0001f);
+  mean(17, .02f);
+  s.prefill(sums);
+  CHECK(s.places() == Ints{0, 2, 4, 6, 5, 7, 8, 9} + counted(10, 20));
+  s.step(0);  // token 17 has a mean of .06/4, between .02/21 and 1/21: it becomes low
+  CHECK(s.places() == Ints{0, 2, 4, 6, 17, 7, 8, 9} + counted(10, 17) + Ints{5, 18, 19, 20});
+  s.step(.1f);  // token 18 stays, and token 8, which the prompt left high, becomes low
+  CHECK(s.places() == Ints{0, 2, 4, 6, 17, 8, 7, 9} + counted(10, 17) + Ints{5, 18, 19, 20, 21});
+  s.step(.1f);  // token 19 stays, and so do all others
+  CHECK(s.places() == Ints{0, 2, 4, 6, 17, 8, 7, 9} + counted(10, 17) + Ints{5, 18, 19, 20, 21, 22});
+  s.step(.1f);  // token 20 has nothing, so it is out
+  CHECK(s.places() == Ints{0, 2, 4, 6, 17, 8, 7, 9} + counted(10, 17) + Ints{5, 18, 19, 23, 21, 22});
+  s.step(.1f);  // token 21 has .1/4 and takes the place of token 6, whose mean is .0147/19
+  CHECK(s.places() == Ints{0, 2, 4, 21, 17, 8, 7, 9} + counted(10, 17) + Ints{5, 18, 19, 23, 24, 22});
+  CHECK(s.places(0, 1) == counted(0, 25));
+}
+
+// Queries of zeros attend evenly. Of 64 queries, each of the first 36 tokens gets 1/37 + ... + 1/100 = 1.013. The 101
+// steps since token 0 give a mean of 1.013/101, and the 65 queries that count one of 1.013/65. The threshold
+// is 1.2/101.
+TEST_CASE("leankv: a mean in decode steps is over all steps since the token, or over those that counted") {
+  const bool all_steps = GENERATE(true, false);
+  CAPTURE(all_steps);
+  Sequence s({{"high_from", 1.2}, {"low_from", 0.}, {"age", std::string(all_steps ? "all_steps" : "counted")}}, 128);
+  const std::vector<float> zeros(std::size_t{4} * 64 * 16);
+  s.prefill(std::vector<float>(100), View<const float, 4>::dense(zeros.data(), {1, 4, 64, 16}));
+  CHECK(s.places() == counted(0, 100));
+  CHECK(s.lower_pages() == 0);
+  for (int i = 0; i < 4; ++i) s.step(0);  // one by one tokens 0 to 3 become low, and fill a page
+  CHECK(s.places() == counted(0, 104));
+  CHECK(s.lower_pages() == (all_steps ? 1 : 0));
+}
+
+// Head 0 alone has 6 high and 8 low tokens outside of the window, head 1 has 16 and none. The means are 11 and 4.
+TEST_CASE("leankv: without per_head_dynamics the heads of a layer keep the same numbers") {
+  const bool per_head = GENERATE(true, false);
+  CAPTURE(per_head);
+  Sequence s(with({{"window", std::int64_t{4}}, {"per_head_dynamics", per_head}}));
+  std::vector<float> sums(20, 10.f);
+  for (int t = 0; t < 10; ++t)
+    sums[static_cast<std::size_t>(t)] =
+        (t < 8 ? .01f - .001f * static_cast<float>(t) : .0002f) * static_cast<float>(20 - t);
+  s.prefill(sums);
+  if (per_head) {
+    CHECK(s.places() == counted(0, 8) + counted(10, 20));
+    CHECK(s.places(0, 1) == counted(0, 20));
+    s.step(0);
+    CHECK(s.places() == counted(0, 8) + counted(10, 21));
+  } else {
+    CHECK(s.places() == counted(5, 9) + counted(0, 5) + counted(10, 20));
+    CHECK(s.places(0, 1) == counted(1, 20));  // its tokens 1 to 4 are low: they have the same sum over more queries
+    CHECK(s.lower_pages() == 1);
+    s.step(0);  // token 4 alone would become low, but the mean of both heads' lowest is far above 1/21
+    CHECK(s.places() == counted(5, 9) + counted(0, 5) + counted(10, 21));
+  }
+  CHECK(s.places(1, 0) == counted(0, 21));
 }
 
 TEST_CASE("leankv: the greatest mean of a prompt's query heads, or the mean of their greatest scores") {
