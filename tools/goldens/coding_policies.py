@@ -23,7 +23,7 @@ HIGH, WAITS, LOW = range(3)  # a token that waits counts as low, and its page of
 
 
 class LeanKv(Full):
-    """A token's mean score says how it is stored. Each step at most one token of a head steps down (the merged rule)."""
+    """A token's mean score says how it is stored. Each step at most one token of a head steps down, by the merged rule or the paper's."""
 
     BITS = {"key": (8, 4), "value": (4, 2)}
 
@@ -31,7 +31,9 @@ class LeanKv(Full):
         self.page, self.recent = spec.get("page_size", 16), spec.get("window", 64)
         self.high_from, self.low_from = spec.get("high_from", 1.0), spec.get("low_from", 0.02)
         self.of_token = spec.get("unit", "n") == "i"
-        self.window = self.queries = 64
+        self.leaving_decides, self.counted = spec.get("rule") == "algorithm_1", spec.get("age") == "counted"
+        self.window = 64
+        self.queries = math.inf if spec.get("queries") == "all" else self.window
         self.lower, self.sums, self.state = {}, {}, {}  # (layer, side); of (layer, KV head): {position: ...}
 
     def encode(self, layer, side, x):
@@ -42,7 +44,9 @@ class LeanKv(Full):
 
     def prompt(self, layer, prompt):
         n, kept = prompt.n, []
-        rows = prompt.last_rows.sum(1).reshape(self.model.kv_heads, self.model.group, n)
+        self.first = max(0, n - self.queries) if self.counted else 0  # the first query that counts in decode steps
+        rows = prompt.column_sums if math.isinf(self.queries) else prompt.last_rows.sum(1)
+        rows = rows.reshape(self.model.kv_heads, self.model.group, n)
         for kv, sums in enumerate(rows.amax(1).tolist()):
             levels = {p: self.level(p, sums[p] / min(n - p, self.queries), n) for p in range(n)}
             low = [p for p, level in levels.items() if level == LOW]
@@ -91,18 +95,34 @@ class LeanKv(Full):
         return left
 
     def step_down(self, state, sums, seen):
-        means = {p: sums[p] / (seen - p) * seen for p in state if p <= seen - self.recent}  # in units of 1 / seen
+        leaving = seen - self.recent
+        means = {p: sums[p] / (seen - max(p, self.first)) * seen for p in state if p <= leaving}  # in units of 1 / seen
         h, high = min(((means[p], p) for p in means if state[p] == HIGH), default=(math.inf, None))
         l, low = min(((means[p], p) for p in means if state[p] != HIGH), default=(math.inf, None))
-        if h < self.low_from and h < l:
+        if self.leaving_decides:
+            m = means.get(leaving, math.nan)
+            if m < self.low_from:
+                del state[leaving]
+            elif m < self.high_from:
+                self.replace(state, leaving, low if l < self.low_from else None)
+            elif m >= self.high_from and h < self.low_from:
+                del state[high]
+            elif m >= self.high_from and h < self.high_from:
+                self.replace(state, high, None)
+        elif h < self.low_from and h < l:
             del state[high]
-        elif h < self.high_from and l < self.low_from:
-            state[high] = state.pop(low)
         elif h < self.high_from:
-            state[high] = WAITS
-            waiting = [p for p in state if state[p] == WAITS]
-            if len(waiting) == self.page:
-                state.update(dict.fromkeys(waiting, LOW))
+            self.replace(state, high, low if l < self.low_from else None)
+
+    def replace(self, state, high, low):
+        """The high token becomes low, in the place of a low one or as one more."""
+        if low is not None:
+            state[high] = state.pop(low)
+            return
+        state[high] = WAITS
+        waiting = [p for p in state if state[p] == WAITS]
+        if len(waiting) == self.page:
+            state.update(dict.fromkeys(waiting, LOW))
 
 
 class KvQuant(Full):

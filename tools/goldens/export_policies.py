@@ -231,6 +231,8 @@ OTHERS = {
     "leankv": LEANKV,
     "leankv_token_unit": {**LEANKV, "unit": "i", "window": 6, "high_from": 0.8, "low_from": 0.4},
     "leankv_no_low": {**LEANKV, "high_from": 0.7},
+    "leankv_paper": {**LEANKV, "window": 6, "high_from": 0.8, "low_from": 0.4, "unit": "i", "queries": "all",
+                     "rule": "algorithm_1", "age": "counted"},
     "razor_attention_compensation": {**RAZOR, "compensation": True},
     "razor_attention_compensation_prompt": {**RAZOR, "compensation": True, "while_decoding": False},
     "kvquant": KVQUANT,
