@@ -52,7 +52,7 @@ class Kivi final : public kvlab::RowCodec {
       float least = std::numeric_limits<float>::infinity(), most = -least;  // NaN is neither
       for (int i = 0; i < count; ++i) least = std::fmin(least, x[i * stride]), most = std::fmax(most, x[i * stride]);
       const std::uint16_t meta[] = {kvlab::to_half(least < most ? within((most - least) / most_code) : 0),
-                                    kvlab::to_half(least <= most ? within(least) : 0)};
+                                    kvlab::to_half(least <= most ? within(least) + 0.f : 0)};  // never -0
       const float scale = kvlab::from_half(meta[0]), zero = kvlab::from_half(meta[1]);
       const auto* bytes = reinterpret_cast<const std::byte*>(meta);
       out.insert(out.end(), bytes, bytes + sizeof meta);

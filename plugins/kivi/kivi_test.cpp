@@ -17,6 +17,7 @@
 #include "plugin/loader.hpp"
 #include "plugin/parameters.hpp"
 #include "plugin/registry.hpp"
+#include "support/codecs_golden.hpp"
 #include "support/golden.hpp"
 #include "support/stored_rows.hpp"
 
@@ -343,6 +344,38 @@ TEST_CASE("kivi pages: bytes of a token as on the card, its position beside") {
   CHECK(bytes("kivi2_pages", 32) == 96);
   CHECK(bytes("kivi2_pages", 64) == 80);
   CHECK(bytes("kivi4_pages", 32) == 160);
+}
+
+// Of a group: f16 scale and minimum, then the codes, the first one in the lowest bits.
+TEST_CASE("kivi: the format of its own is numpy's, bit by bit") {
+  const test::CodecsGolden golden;
+  int sides = 0;
+  for (const test::GoldenCodes& of : golden.sides()) {
+    const bool key = of.side.axis == CodeAxis::channel;
+    if (of.side.kind != CodeKind::integer || of.side.bits > 4 || of.side.group == 0) continue;
+    CAPTURE(of.name);
+    ++sides;
+    const int bits = of.side.bits, group = of.side.group;
+    const auto made = codec("kivi" + std::to_string(bits), sized(golden.tokens, group));
+    const auto got = dynamic_cast<const RowCodec&>(*made).encode(
+        key ? KvSide::key : KvSide::value,
+        View<const float, 2>::dense(golden.x.data(), {golden.tokens, golden.channels}));
+    std::vector<std::byte> wanted;
+    const auto add = [&](int t, int d) {
+      const std::uint16_t meta[] = {of.scale[of.group(t, d)], of.zero[of.group(t, d)]};
+      const auto* bytes = reinterpret_cast<const std::byte*>(meta);
+      wanted.insert(wanted.end(), bytes, bytes + sizeof meta);
+      for (int i = 0; i < group; ++i) {
+        const int at = key ? (t + i) * golden.channels + d : t * golden.channels + d + i;
+        if (i * bits % 8 == 0) wanted.emplace_back();
+        wanted.back() |= static_cast<std::byte>(of.codes[static_cast<std::size_t>(at)] << i * bits % 8);
+      }
+    };
+    for (int t = 0; t < golden.tokens; t += key ? group : 1)
+      for (int d = 0; d < golden.channels; d += key ? 1 : group) add(t, d);
+    CHECK(got == wanted);
+  }
+  CHECK(sides == 4);
 }
 
 TEST_CASE("kivi: pages and the format of its own give the same numbers for the same groups") {

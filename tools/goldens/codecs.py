@@ -2,8 +2,9 @@
 """Codes of K and V in numpy, and the golden that the C++ codes must equal bit by bit. Usage: codecs.py [FOLDER | --check]
 
 Formulas: plain quantizers of LeanKV and QServe, KIVI's groups. scale = f16((max - min) / most), zero = f16(min), code =
-nearest, ties to even, of (x - zero) / scale. e4m3: scale = f16(max |x| / 448), zero = 0, code = the nearest number of the
-table of all e4m3 numbers, ties to the even code. What is not finite: NaN is left out of min and max and becomes code 0
+nearest, ties to even, of (x - zero) / scale. whole_zero (Atom): s = max(max - min, 1e-5) / most, zero = f16(-s * z), z =
+the whole number nearest to -min / s, of 0 to most, and scale = f16(s). e4m3: scale = f16(max |x| / 448), zero = 0, code =
+the nearest number of the table of all e4m3 numbers, ties to the even code. What is not finite: NaN is left out of min and max and becomes code 0
 (e4m3: 0x7f). min, max and max - min are drawn to the largest f16. A scale of 0 gives code 0. Scale and zero are
 never -0. Everything is f32.
 """
@@ -20,7 +21,8 @@ SIDES = [("8", 8, "integer", "token", 0), ("4", 4, "integer", "token", 0), ("2",
          ("e4m3", 8, "e4m3", "token", 0), ("4 by channel", 4, "integer", "channel", 32),
          ("2 by channel", 2, "integer", "channel", 16), ("8 by channel", 8, "integer", "channel", 8),
          ("4 by token, groups", 4, "integer", "token", 8), ("2 by token, groups", 2, "integer", "token", 16),
-         ("e4m3 by channel", 8, "e4m3", "channel", 16)]
+         ("e4m3 by channel", 8, "e4m3", "channel", 16), ("atom 8", 8, "whole_zero", "token", 0),
+         ("atom 4", 4, "whole_zero", "token", 0), ("atom 2", 2, "whole_zero", "token", 0)]
 LOWER = [("8", "4"), ("4", "2"), ("8", "2")]
 
 
@@ -55,6 +57,10 @@ def encode_groups(x, bits, kind):
         empty = np.isnan(x).all(-1)
         if kind == "e4m3":
             scale, zero = within(np.maximum(-low, high) / np.float32(448)) + np.float32(0), np.zeros_like(low)
+        elif kind == "whole_zero":
+            most = np.float32(2**bits - 1)
+            scale = within(np.maximum(high - low, np.float32(1e-5)) / most)
+            zero = within(-scale * np.rint(np.clip(-low / scale, np.float32(0), most))) + np.float32(0)
         else:
             most = np.float32(2**bits - 1)
             scale, zero = np.where(low < high, within((high - low) / most), np.float32(0)), within(low) + np.float32(0)
@@ -69,12 +75,12 @@ def encode_groups(x, bits, kind):
 
 
 def encode(x, bits, kind, axis, group):
-    """x: [token, channel]. Codes of the same shape; scale and zero of each number's group, in that shape, too."""
+    """x: [token, channel]. Codes of the same shape; scale and zero of each group: [token, group], or [channel, group]."""
     rows = x if axis == "token" else x.T
     group = group or rows.shape[1]
     codes, scale, zero = encode_groups(rows.reshape(-1, group), bits, kind)
-    back = [codes.reshape(rows.shape)] + [np.repeat(m, group).reshape(rows.shape) for m in (scale, zero)]
-    return [a if axis == "token" else a.T for a in back]
+    codes = codes.reshape(rows.shape)
+    return codes if axis == "token" else codes.T, scale, zero
 
 
 def lower(codes, scale, bits, to):

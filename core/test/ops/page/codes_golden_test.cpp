@@ -1,32 +1,17 @@
 // Codes against an independent numpy version (tools/goldens/codecs.py), bit by bit.
 #include <catch2/catch.hpp>
 #include <cstring>
-#include <fstream>
-#include <nlohmann/json.hpp>
 
 #include "base/half.hpp"
 #include "ops/page/codes.hpp"
 #include "ops/page/paged.hpp"
-#include "support/golden.hpp"
+#include "support/codecs_golden.hpp"
 
 using namespace kvlab;
 
 namespace {
 
-template <class T>
-std::vector<T> from_hex(const std::string& text) {
-  std::vector<std::uint8_t> bytes;
-  for (std::size_t i = 0; i + 1 < text.size(); i += 2)
-    bytes.push_back(static_cast<std::uint8_t>(std::stoi(text.substr(i, 2), nullptr, 16)));
-  std::vector<T> out(bytes.size() / sizeof(T));
-  std::memcpy(out.data(), bytes.data(), bytes.size());
-  return out;
-}
-
-struct Golden {
-  nlohmann::json json = nlohmann::json::parse(std::ifstream(test::golden("codecs.json")));
-  int tokens = json.at("tokens"), channels = json.at("channels");
-  std::vector<float> x = from_hex<float>(json.at("x"));
+struct Golden : test::CodecsGolden {
   std::vector<std::byte> exact;  // a page with these numbers as K and as V
   PageLayout layout;
 
@@ -35,15 +20,9 @@ struct Golden {
     exact.resize(static_cast<std::size_t>(layout.bytes));
     for (int t = 0; t < tokens; ++t) ops::write_token(exact.data(), layout, t, row(t), row(t), t);
   }
-  const float* row(int t) const { return x.data() + static_cast<std::ptrdiff_t>(t) * channels; }
 };
 
-struct Expected {
-  std::vector<std::uint8_t> codes;
-  std::vector<std::uint16_t> scale, zero;
-};
-
-void compare(const std::vector<std::byte>& frame, const PageLayout& l, const Expected& e) {
+void compare(const std::vector<std::byte>& frame, const PageLayout& l, const test::GoldenCodes& e) {
   for (const bool key : {true, false})
     for (int t = 0; t < l.page_size; ++t)
       for (int d = 0; d < l.head_dim; ++d) {
@@ -52,30 +31,20 @@ void compare(const std::vector<std::byte>& frame, const PageLayout& l, const Exp
         std::uint16_t meta[2];
         std::memcpy(meta, frame.data() + ops::meta_offset(l, key, t, d), 4);
         REQUIRE(ops::code_at(ops::side_of(l, key), frame.data() + ops::row_offset(l, key, t), d) == e.codes[i]);
-        REQUIRE(meta[0] == e.scale[i]);
-        if (!e.zero.empty()) REQUIRE(meta[1] == e.zero[i]);
+        const std::size_t group = e.group(t, d);
+        REQUIRE(meta[0] == e.scale[group]);
+        if (!e.zero.empty()) REQUIRE(meta[1] == e.zero[group]);
       }
-}
-
-CodecSide side(const nlohmann::json& of) {
-  CodecSide s;
-  s.bits = of.at("bits");
-  s.kind = of.at("kind") == "e4m3" ? CodeKind::e4m3 : CodeKind::integer;
-  s.axis = of.at("axis") == "channel" ? CodeAxis::channel : CodeAxis::token;
-  s.group = of.at("group");
-  return s;
 }
 
 }  // namespace
 
 TEST_CASE("codes are those of numpy, bit by bit") {
   const Golden golden;
-  for (const auto& of : golden.json.at("sides")) {
-    INFO("codes " << of.at("name"));
-    const CodecSide s = side(of);
+  for (const test::GoldenCodes& expected : golden.sides()) {
+    INFO("codes " << expected.name);
+    const CodecSide s = expected.side;
     const PageLayout l = ops::make_layout(DType::f32, {s, s}, golden.tokens, golden.channels, 0);
-    const Expected expected{from_hex<std::uint8_t>(of.at("codes")), from_hex<std::uint16_t>(of.at("scale")),
-                            from_hex<std::uint16_t>(of.at("zero"))};
     std::vector<std::byte> frame(static_cast<std::size_t>(l.bytes), std::byte{0xEE});
     ops::copy_page(golden.exact.data(), golden.layout, frame.data(), l);
     compare(frame, l, expected);
@@ -96,6 +65,6 @@ TEST_CASE("codes of fewer bits are those of numpy, bit by bit") {
     std::vector<std::byte> codes(static_cast<std::size_t>(high.bytes)), lowered(static_cast<std::size_t>(low.bytes));
     ops::copy_page(golden.exact.data(), golden.layout, codes.data(), high);
     ops::copy_page(codes.data(), high, lowered.data(), low);
-    compare(lowered, low, {from_hex<std::uint8_t>(of.at("codes")), from_hex<std::uint16_t>(of.at("scale")), {}});
+    compare(lowered, low, golden.codes(of, {to}));
   }
 }
