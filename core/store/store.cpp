@@ -428,6 +428,8 @@ void Store::check_edit(const Edit& e, std::size_t rows) const {
   if (e.verb == Edit::rewrite) return;
   check_archiving(e);
   if (e.verb == Edit::archive) return;
+  if (e.verb == Edit::offload && options_.codecs.size() > 1)
+    bad(e, "got an offload from a policy with two codecs, wanted its pages on the device alone");
   if (e.list.slots && e.verb != Edit::place && e.verb != Edit::fetch && e.verb != Edit::attend &&
       e.verb != Edit::attend_tokens)
     throw Error(Errc::unsupported, "got a list that lasts in an edit, wanted it only to attend, to place or to fetch",

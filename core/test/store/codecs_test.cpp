@@ -199,6 +199,18 @@ TEST_CASE("one edit works on all layers") {
   CHECK_THROWS_AS(store.apply(later.all(), {other}), Error);
 }
 
+// A page that comes back would have the first codec, in the place of one that has the second.
+TEST_CASE("two codecs do not go with pages on the host") {
+  StoreFixture f = two_codecs();
+  CpuStore store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 9);
+  Lists pages(2, {0});
+  Edits down;
+  down.offload(pages.pages());
+  CHECK_THROWS_WITH(store.apply(down.all(), {slot}), Catch::Contains("got an offload from a policy with two codecs"));
+}
+
 TEST_CASE("wrong levels are refused") {
   StoreFixture f = two_codecs();
   CpuStore store(f.options);
