@@ -416,17 +416,17 @@ TEST_CASE("heterocache without clustering: every head keeps its best tokens, and
   CHECK((tokens[5] > 3 * budget) == allocation);
   CHECK(tokens[5] < prompt);
   run.prefill(prompt);
+  std::vector<std::vector<int>> wanted;
+  for (int i = 0; i < layers * heads; ++i)
+    wanted.push_back(best_of(run, i / heads, i % heads, prompt - 1, tokens[static_cast<std::size_t>(i)]));
   for (int step = 0; step <= 7; ++step) {
-    for (int layer = 0; layer < layers; ++layer)
-      for (int head = 0; head < heads; ++head) {
-        CAPTURE(step, layer, head);
-        std::vector<int> wanted =
-            best_of(run, layer, head, prompt - 1, tokens[static_cast<std::size_t>(layer * heads + head)]);
-        for (int t = 0; t < step; ++t) wanted.push_back(prompt + t);
-        std::vector<int> kept = run.kept(layer, head);
-        std::sort(kept.begin(), kept.end());
-        CHECK(kept == wanted);
-      }
+    for (int i = 0; i < layers * heads; ++i) {
+      CAPTURE(step, i);
+      std::vector<int> kept = run.kept(i / heads, i % heads);
+      std::sort(kept.begin(), kept.end());
+      CHECK(kept == wanted[static_cast<std::size_t>(i)]);
+      wanted[static_cast<std::size_t>(i)].push_back(prompt + step);
+    }
     if (step < 7) run.step();
   }
   CHECK(run.ledger().moved_total(Tier::host) == 0);
