@@ -1,5 +1,6 @@
 #include "layers.hpp"
 
+#include "plugin/before_step.hpp"
 #include "support/on_text.hpp"
 
 using namespace kvlab;
@@ -25,7 +26,73 @@ std::vector<double> greatest(const OnText& run, int layer, int position, bool so
   return most;
 }
 
+// The tokens of a prompt of four that a step reads, two of them. `first`: logits of the first query head; the second
+// one's stay. Heads share the KV head: element h of a key is head h's logit.
+std::vector<int> chosen(const std::vector<float>& first, const std::string& score_by) {
+  const std::vector<float> second{4, 1, 3, 0};
+  PagedFixture cache({1, 1, 8, 4, 4});
+  const auto append = [&](float a, float b) { cache.append(0, 0, {a, b, 0, 0, 0, 0, 0, 0}, std::vector<float>(8)); };
+  Shape shape;
+  shape.layers = 2, shape.max_slots = shape.kv_heads = 1, shape.query_heads = 2;
+  shape.head_dim = 8, shape.page_size = 4, shape.max_tokens = 16;
+  HeapWorkspace workspace;
+  static Registry registry;
+  const PluginInfo& info = registry.require(Role::policy, "omnikv");
+  const auto policy = create<Policy>(
+      info,
+      resolve(info, {{"filter_layers", std::string("0")}, {"wait_layers", std::int64_t{0}}, {"score_by", score_by}}));
+  policy->attach(shape, {BudgetAmount::tokens, 2}, workspace);
+  std::int32_t slot = 0, position = 4, step = 0, budget = 2;
+  PagedKv pages;
+  const auto begin = [&](LayerKv& kv) {
+    pages = cache.view();
+    kv.shape = &shape, kv.pages = pages, kv.workspace = &workspace;
+    kv.keys = {&pages, KvSide::key}, kv.values = {&pages, KvSide::value};
+    kv.slots = &slot, kv.position = &position, kv.step = &step, kv.budget = &budget;
+    kv.max_length = position;
+  };
+  for (std::size_t t = 0; t < 4; ++t) append(first[t], second[t]);
+  const bool last = true;
+  LayerPrefill whole;
+  begin(whole);
+  whole.last = &last;
+  Edits none;
+  policy->prefill(whole, none, Stream::cpu());
+  append(0, 0);  // the step's own token, which is read besides
+  position = 5;
+  tell_before_step(policy.get(), {.rows = 1, .slots = &slot, .position = &position, .step = &step, .budget = &budget});
+  std::vector<float> queries(16);
+  queries[0] = queries[9] = std::sqrt(8.f);
+  std::vector<int> read;
+  for (int layer = 0; layer < 2; ++layer) {
+    LayerStep now;
+    begin(now);
+    now.layer = layer;
+    now.queries = View<const float, 3>::dense(queries.data(), {1, 2, 8});
+    Edits edits(layer);
+    policy->select(now, edits, Stream::cpu());
+    if (layer == 0) {
+      CHECK(edits.all().empty());  // the filter layer reads everything
+      continue;
+    }
+    REQUIRE(edits.all().size() == 1);
+    REQUIRE(edits.all()[0].verb == Edit::attend_tokens);
+    const IndexList& list = edits.all()[0].list;
+    for (int i = 0; i < list.count(0, 0); ++i) read.push_back(list.index(0, 0, i));
+  }
+  std::sort(read.begin(), read.end());
+  return read;
+}
+
 }  // namespace
+
+// The card's vectors of two heads: raw logits and shares choose alike, until one head's logits are far apart.
+TEST_CASE("omnikv: the card's two heads") {
+  CHECK(chosen({1, 5, 2, 0}, "last") == std::vector<int>{0, 1, 4});
+  CHECK(chosen({1, 5, 2, 0}, "softmax_before_last") == std::vector<int>{0, 1, 4});
+  CHECK(chosen({1, 20, 18, 0}, "last") == std::vector<int>{1, 2, 4});
+  CHECK(chosen({1, 20, 18, 0}, "softmax_before_last") == std::vector<int>{0, 1, 4});
+}
 
 TEST_CASE("omnikv: what each layer does, by hand") {
   using omnikv::Role;
@@ -41,21 +108,6 @@ TEST_CASE("omnikv: what each layer does, by hand") {
   CHECK_THROWS_WITH(omnikv::roles_of({2, 8}, 1, 8, true),
                     Catch::Contains("got filter layer 8, wanted one of the model's 8"));
   CHECK_THROWS_WITH(omnikv::roles_of({1}, 1, 3, true), Catch::Contains("are all 3 layers"));
-}
-
-// The card's vectors of two heads: raw logits and shares choose alike, until one head's logits are far apart.
-TEST_CASE("omnikv: the card's two heads") {
-  const std::vector<double> other{4, 1, 3, 0};
-  const auto chosen = [&](const std::vector<double>& first, bool softmaxed) {
-    std::vector<double> most;
-    const auto a = softmaxed ? softmax(first) : first, b = softmaxed ? softmax(other) : other;
-    for (std::size_t t = 0; t < 4; ++t) most.push_back(std::max(a[t], b[t]));
-    return best(most, positions_to(4), 2);
-  };
-  CHECK(chosen({1, 5, 2, 0}, false) == std::vector<int>{0, 1});
-  CHECK(chosen({1, 5, 2, 0}, true) == std::vector<int>{0, 1});
-  CHECK(chosen({1, 20, 18, 0}, false) == std::vector<int>{1, 2});
-  CHECK(chosen({1, 20, 18, 0}, true) == std::vector<int>{0, 1});
 }
 
 TEST_CASE("omnikv reads on real text what a plain implementation reads") {
