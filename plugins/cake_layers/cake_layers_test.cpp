@@ -55,6 +55,15 @@ TEST_CASE("cake_layers: spread and shift by hand") {
   const auto m = measured({{.6, .2}, {.2, .6}});
   CHECK(m[0] == Approx(-1.2568).epsilon(1e-4));
   CHECK(m[1] == Approx(.16).epsilon(1e-4));
+  // The card's preferences, beside a layer whose spread and shift are 1: so is its preference at any temperature. The
+  // budgets of 1000000 tokens show their shares.
+  const auto preference = [&](double tau1, double tau2) {
+    const auto keep =
+        budget_of({{"tau1", tau1}, {"tau2", tau2}})->divide(division(1000000, {m[0], m[1], -1, 1}, 1000000, 0));
+    return static_cast<double>(keep[0]) / keep[1];
+  };
+  CHECK(preference(1, 1) == Approx(.2011).epsilon(1e-3));
+  CHECK(preference(1.6, .4) == Approx(.01181).epsilon(1e-3));
 }
 
 TEST_CASE("cake_layers: budgets of layers by hand") {

@@ -85,6 +85,29 @@ TEST_CASE("duo_attention keeps on real text what a plain implementation keeps") 
   CHECK(all == (off == "retrieval_heads" ? 0 : retrieval * (steps + 1)));
 }
 
+// The card: of 1000 tokens, eight heads with 64 sinks and a window of 256, half of them streaming, keep 5280 of 8000.
+TEST_CASE("duo_attention: the card's memory by hand") {
+  Shape shape;
+  shape.layers = 1, shape.max_slots = 1, shape.query_heads = shape.kv_heads = 8;
+  shape.head_dim = 8, shape.page_size = 1, shape.max_tokens = 1000;
+  HeapWorkspace workspace;
+  static Registry registry;
+  const PluginInfo& info = registry.require(Role::policy, "duo_attention");
+  const auto policy = create<Policy>(info, resolve(info, {}));
+  policy->load_profile({{"gate", {{1, 8}, {.9f, .1f, .5f, .2f, .8f, .3f, .7f, .6f}, ""}}});
+  policy->attach(shape, {}, workspace);
+  CHECK(8 * policy->demand(1000, 0).device_prefill == 5280);  // of a KV head, the mean
+
+  // The cache itself at half of these sizes: our text has 906 tokens.
+  OnText run(Role::policy, "duo_attention", {{"sinks", std::int64_t{32}}, {"window", std::int64_t{128}}}, 0, 500, 16,
+             gates);
+  run.prefill(500);
+  const int heads = run.config().kv_heads, all = run.config().layers * heads;
+  std::size_t kept = 0;
+  for (int i = 0; i < all; ++i) kept += run.kept(i / heads, i % heads).size();
+  CHECK(kept * 8 == static_cast<std::size_t>(all) * 2640);
+}
+
 TEST_CASE("duo_attention: a prompt of sinks and window stays whole, and a longer text is cut while decoding") {
   OnText run = on_text(params({{"retrieval_heads", false}}), {});
   run.prefill(sinks + window);

@@ -10,6 +10,12 @@ namespace {
 
 using Settings = std::map<std::string, ParamValue>;
 
+Instance<Scorer> keyformer(const Settings& settings) {
+  static Registry registry;
+  const PluginInfo& info = registry.require(Role::scorer, "keyformer");
+  return create<Scorer>(info, resolve(info, settings));
+}
+
 // The scores of four old tokens and a new one, after a step whose logits are 0, 0, ln 2, 0, 0.
 std::vector<double> after_a_step(const Settings& settings, std::int32_t step) {
   PagedOptions o{1, 1, 8, 4, 4};
@@ -29,9 +35,7 @@ std::vector<double> after_a_step(const Settings& settings, std::int32_t step) {
   shape.layers = shape.max_slots = shape.query_heads = shape.kv_heads = 1;
   shape.head_dim = 8, shape.page_size = 4, shape.max_tokens = 16;
   HeapWorkspace workspace;
-  static Registry registry;
-  const PluginInfo& info = registry.require(Role::scorer, "keyformer");
-  const auto scorer = create<Scorer>(info, resolve(info, settings));
+  const auto scorer = keyformer(settings);
   scorer->attach(shape, {}, workspace);
   const std::vector<std::string> names = scorer->needs().token_state();
   const std::int32_t position = 5, budget = std::numeric_limits<std::int32_t>::max();
@@ -71,12 +75,35 @@ double gumbel(std::uint64_t seed, int layer, int kv_head, int g, int query, int 
   return -std::log(-std::log(static_cast<double>(static_cast<float>(uniform) + 0x1p-26f)));
 }
 
+// The tokens that stay of these scores, in a budget.
+std::vector<int> kept(const Settings& settings, std::vector<double> scores, int budget) {
+  const Pins pins = keyformer(settings)->pins(budget);
+  for (std::size_t t = scores.size() - static_cast<std::size_t>(pins.last); t < scores.size(); ++t)
+    scores[t] = INFINITY;
+  return best(scores, positions_to(static_cast<int>(scores.size())), static_cast<std::size_t>(budget));
+}
+
 }  // namespace
+
+// The card: 60 % of a prompt of 100 are 60 tokens, of which 18 are the newest and 42 key tokens.
+TEST_CASE("keyformer: newest and key tokens by hand") {
+  CHECK(keyformer({})->pins(60).first == 0);
+  CHECK(keyformer({})->pins(60).last == 18);
+  constexpr int prompt = 100, budget = 60;
+  std::vector<double> falling;
+  for (int t = 0; t < prompt; ++t) falling.push_back(-t);
+  std::vector<int> wanted;
+  for (int t = 0; t < prompt; ++t)
+    if (t < 42 || t >= 82) wanted.push_back(t);
+  CHECK(kept({}, falling, budget) == wanted);
+}
 
 TEST_CASE("keyformer: a step without noise by hand, at the temperatures 1 and 2") {
   const auto near = [](double x) { return Approx(x).margin(1e-4); };
-  const Settings cold = {{"noise", false}, {"tau_end", 1.}};
+  // Of five tokens a budget of 4 keeps {0, 2, 3, 4}, whose newest two stay: the card has k_total 4 and w 2.
+  const Settings cold = {{"noise", false}, {"tau_end", 1.}, {"recent", std::int64_t{50}}};
   const auto one = after_a_step(cold, 0);
+  CHECK(kept(cold, one, 4) == std::vector<int>{0, 2, 3, 4});
   CHECK(one[0] == near(1.3667));
   CHECK(one[1] == near(.6667));
   CHECK(one[2] == near(1.2333));
@@ -84,7 +111,9 @@ TEST_CASE("keyformer: a step without noise by hand, at the temperatures 1 and 2"
   CHECK(one[4] == near(.1667));
   // The temperature is 2 in the last of 8 steps, and from then on.
   for (const std::int32_t step : {7, 8, 100}) {
-    const auto two = after_a_step({{"noise", false}, {"steps", std::int64_t{8}}}, step);
+    const Settings warm = {{"noise", false}, {"steps", std::int64_t{8}}, {"recent", std::int64_t{50}}};
+    const auto two = after_a_step(warm, step);
+    CHECK(kept(warm, two, 4) == std::vector<int>{0, 2, 3, 4});
     CHECK(two[0] == near(1.3847));
     CHECK(two[2] == near(1.1612));
     CHECK(two[4] == near(.1847));

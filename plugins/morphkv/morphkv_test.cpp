@@ -28,7 +28,36 @@ std::vector<int> plain(const OnText& run, int layer, int head, int now, const st
   return kept;
 }
 
+// Its one query gives old tokens these logits. The newest and the current token come behind them.
+std::vector<int> kept_of(const std::vector<float>& old, int budget) {
+  PagedFixture cache({1, 1, 8, 4, 4});
+  const auto append = [&](float logit) {
+    std::vector<float> k(8);
+    k[0] = logit;
+    cache.append(0, 0, k, k);
+  };
+  for (const float logit : old) append(logit);
+  append(9);  // in the window: it stays, and its logit counts for nothing
+  std::vector<float> query(8);
+  query[0] = std::sqrt(8.f);
+  Scored scored(cache, 1);
+  const std::int32_t slot = 0;
+  scored.kv.slots = &slot;
+  scored.kv.window_queries = View<const float, 4>::dense(query.data(), {1, 1, 1, 8});
+  auto scores = scored.by("morphkv", {{"window", std::int64_t{1}}});
+  CHECK(scored.pins.last == 1);
+  scores.back() = INFINITY;
+  return best(scores, positions_to(static_cast<int>(scores.size())), static_cast<std::size_t>(budget));
+}
+
 }  // namespace
+
+// The card: w = 1, C = 3, old columns (2, 0, 1) rank 0, 2, 1. It keeps C - w = 2 of them, the newest and the current
+// token. kvlab decides after a step, so the current one is the newest.
+TEST_CASE("morphkv: the card's case by hand") {
+  CHECK(kept_of({2, 0, 1}, 3) == std::vector<int>{0, 2, 3});
+  CHECK(kept_of({2, 0, 1}, 2) == std::vector<int>{0, 3});
+}
 
 TEST_CASE("morphkv keeps on real text what a plain implementation keeps") {
   constexpr int prompt = 120, budget = 48, window = 12, steps = 24;
