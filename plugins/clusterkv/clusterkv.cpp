@@ -44,9 +44,10 @@ class ClusterKv final : public kvlab::Policy {
   void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
     if (budget.kind == BudgetAmount::bytes)
       throw kvlab::Error(kvlab::Errc::config, "got a budget in bytes, wanted tokens or a ratio: nothing leaves");
-    if (clusters_ > shape.max_tokens)
-      throw kvlab::Error(kvlab::Errc::config, "got " + std::to_string(clusters_) + " clusters, wanted at most " +
-                                                  std::to_string(shape.max_tokens) + ", the tokens of a sequence");
+    if (const int most = std::max(0, shape.max_tokens - sinks_); clusters_ > most)
+      throw kvlab::Error(kvlab::Errc::config,
+                         "got " + std::to_string(clusters_) + " clusters, wanted at most " + std::to_string(most) +
+                             ", the longest sequence less the sinks: a cluster has a token at least");
     budget.require(sinks_ + 1, "the sinks, and one of a cluster");
     limited_ = budget.kind != BudgetAmount::unlimited;
     tiers_ = kvlab::TierDemand(shape, budget, std::min(1., static_cast<double>(dense_) / shape.layers));

@@ -157,6 +157,9 @@ TEST_CASE("clusterkv: short prompts are read as a whole, and what it cannot obey
                     Catch::Contains("got a budget of 16 tokens, wanted at least 17"));
   CHECK_THROWS_WITH(OnText(Role::policy, "clusterkv", {{"iterations", std::int64_t{-1}}}, 32, 64, 8),
                     Catch::Contains("iterations"));
-  CHECK_THROWS_WITH(OnText(Role::policy, "clusterkv", {{"clusters", std::int64_t{65}}}, 32, 64, 8),
-                    Catch::Contains("got 65 clusters, wanted at most 64"));
+  const auto clusters = [](std::int64_t count) {
+    return OnText(Role::policy, "clusterkv", {{"sinks", std::int64_t{16}}, {"clusters", count}}, 32, 64, 8);
+  };
+  CHECK_NOTHROW(clusters(48));
+  CHECK_THROWS_WITH(clusters(49), Catch::Contains("got 49 clusters, wanted at most 48, the longest sequence less"));
 }
