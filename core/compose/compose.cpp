@@ -273,20 +273,24 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     if (split_ && split_->counted()) of_rows_.layers = {"tokens of layers", rows * shape_.layers, w};
   }
 
-  // Refuses a budget below the tokens that are always kept: it would not be obeyed. (A ratio grows with the sequence.)
+  // Refuses a budget below the tokens that are always kept: it would not be obeyed. A ratio is judged by the longest
+  // sequence.
   void check_amount() const {
-    const bool bytes = amount_.kind == BudgetAmount::bytes;
-    if (!bytes && (amount_.kind != BudgetAmount::tokens || !parts_.scorer)) return;
+    const bool bytes = amount_.kind == BudgetAmount::bytes, ratio = amount_.kind == BudgetAmount::ratio;
+    if (amount_.kind == BudgetAmount::unlimited || (!bytes && !parts_.scorer)) return;
     const int tokens = bytes
                            ? byte_budget_tokens(for_pages_.value, shape_.max_tokens, shape_, page_bytes_, dense_layers_)
-                           : static_cast<int>(amount_.value);
+                           : total(shape_.max_tokens);
     const Pins pins = parts_.scorer ? parts_.scorer->pins(tokens) : Pins{};
     const int pinned = pins.first + pins.last;
     if (pinned <= tokens && tokens > 0) return;
-    const std::string budget = bytes ? std::to_string(static_cast<std::int64_t>(amount_.value)) + " bytes, " +
-                                           (for_pages_.value < amount_.value ? "state taken off, " : "") +
-                                           "whole pages of which hold " + std::to_string(tokens) + " tokens per KV head"
-                                     : std::to_string(tokens) + " tokens";
+    std::string budget = std::to_string(tokens) + " tokens";
+    if (bytes)
+      budget = std::to_string(static_cast<std::int64_t>(amount_.value)) + " bytes, " +
+               (for_pages_.value < amount_.value ? "state taken off, " : "") + "whole pages of which hold " +
+               std::to_string(tokens) + " tokens per KV head";
+    else if (ratio)
+      budget += " per KV head in the longest sequence, of " + std::to_string(shape_.max_tokens);
     const std::string wanted = pinned == 0
                                    ? "a page for each KV head"
                                    : "the " + std::to_string(pinned) + " that are always kept (" +
@@ -294,18 +298,24 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     throw Error(Errc::config, "got a budget of " + budget + ", wanted at least " + wanted, parts_.name);
   }
 
-  // Says what the budget will not be obeyed in. A ratio is judged by the longest sequence.
+  // Says what a selector's budget will not be obeyed in. A ratio is judged by the longest sequence.
   void warn_of_amount() const {
-    if (amount_.kind == BudgetAmount::unlimited) return;
-    const int tokens = total(shape_.max_tokens), read = selector_needs_.min_pages() * shape_.page_size;
-    const Pins pins = parts_.scorer ? parts_.scorer->pins(tokens) : Pins{};
-    const std::string budget = "a budget of " + std::to_string(tokens) + " tokens per KV head in a sequence of " +
-                               std::to_string(shape_.max_tokens) + ", and '" + parts_.name + "' always ";
-    if (pins.first + pins.last > std::max(tokens, 0))
-      log::warn("got " + budget + "keeps " + std::to_string(pins.first + pins.last));
-    if (parts_.selector && tokens < std::min(read, shape_.max_tokens))
-      log::warn("got " + budget + "reads " + std::to_string(std::min(read, shape_.max_tokens)) + ", " +
+    if (amount_.kind == BudgetAmount::unlimited || !parts_.selector) return;
+    const int tokens = total(shape_.max_tokens),
+              read = std::min(selector_needs_.min_pages() * shape_.page_size, shape_.max_tokens);
+    if (tokens < read)
+      log::warn(budget_of(tokens, shape_.max_tokens) + "reads " + std::to_string(read) + ", " +
                 std::to_string(selector_needs_.min_pages()) + " pages of " + std::to_string(shape_.page_size));
+  }
+  // The same of a scorer and a ratio, once, for a sequence that is shorter than the longest one.
+  void warn_of_short(int seen, int tokens, Pins pins) {
+    if (amount_.kind != BudgetAmount::ratio || warned_ || pins.first + pins.last <= tokens) return;
+    warned_ = true;
+    log::warn(budget_of(tokens, seen) + "keeps " + std::to_string(pins.first + pins.last));
+  }
+  std::string budget_of(int tokens, int seen) const {
+    return "got a budget of " + std::to_string(tokens) + " tokens per KV head in a sequence of " +
+           std::to_string(seen) + ", and '" + parts_.name + "' always ";
   }
 
   static bool any(const std::vector<std::uint8_t>& mask) {
@@ -317,6 +327,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     if (kv.layer == 0) over_layers_->begin();
     const int tokens = std::min(total(kv.position[0]), kv.position[0]);
     if (!due_[0] || tokens == kv.position[0] || kv.layer < dense_layers_) return;
+    warn_of_short(kv.position[0], tokens, parts_.scorer->pins(tokens));
     const PartTimer timer(Part::score);
     over_layers_->measure(kv, tokens, s);
   }
@@ -354,7 +365,9 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     for (std::size_t r = 0; r < rows; ++r) {
       totals_[r] = due_[r] ? std::min(total(kv.position[r]), kv.position[r]) : kv.position[r];
       keep_all_[r] = totals_[r] == kv.position[r];
-      if (!keep_all_[r]) pins_[r] = parts_.scorer->pins(totals_[r]);
+      if (keep_all_[r]) continue;
+      pins_[r] = parts_.scorer->pins(totals_[r]);
+      warn_of_short(kv.position[r], totals_[r], pins_[r]);
     }
     if (std::find(keep_all_.begin(), keep_all_.end(), 0) == keep_all_.end()) return {};
     const PartTimer timer(Part::score);
@@ -599,6 +612,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   SteadySplit* split_ = nullptr;  // what the split promises; null = nothing
   bool steady_ = false;           // decode steps evict, and a graph may hold them
   bool told_ = false;             // the engine tells of each step
+  bool warned_ = false;           // of a sequence whose ratio is too small
   bool any_due_ = false;          // a row of the step evicts
   int variant_ = 0;               // 1 = of a step that evicts
   // Numbers of a step's rows, memory of the device.

@@ -217,7 +217,7 @@ TEST_CASE("a schedule evicts after every n-th decode step, the scorer's own wher
   CHECK(lengths(1, 0) == Ints{16, 17, 18, 19, 20, 21, 22, 23});
 }
 
-TEST_CASE("a budget that will not be obeyed is said: a ratio below what is always kept, tokens below the least pages") {
+TEST_CASE("a budget that cannot be obeyed is refused or said: below what is always kept, below the least pages") {
   struct Pinned final : Recency {
     Pinned() : Recency(1) {}
     Pins pins(int) const override { return {.first = 2, .last = 10}; }
@@ -242,8 +242,29 @@ TEST_CASE("a budget that will not be obeyed is said: a ratio below what is alway
   const auto least = [](Composition& parts) { parts.selector = instance<Selector>(new Least); };
   using Lines = std::vector<std::string>;
   const std::string rest = " tokens per KV head in a sequence of 64, and 'some' always ";
-  CHECK(said(pinned, {BudgetAmount::ratio, 0.125}) == Lines{"got a budget of 8" + rest + "keeps 12"});
+  const std::string kept = "wanted at least the 12 that are always kept (2 first, 10 last)";
+  CHECK_THROWS_WITH(said(pinned, {BudgetAmount::tokens, 11}), Catch::Contains("got a budget of 11 tokens, " + kept));
+  CHECK(said(pinned, {BudgetAmount::tokens, 12}).empty());
+  CHECK_THROWS_WITH(said(pinned, {BudgetAmount::ratio, 0.125}),
+                    Catch::Contains("got a budget of 8 tokens per KV head in the longest sequence, of 64, " + kept));
   CHECK(said(pinned, {BudgetAmount::ratio, 0.25}).empty());
+  // A shorter sequence gets less. That is said once, and its pins stay.
+  EngineOptions o;
+  o.max_tokens = 64, o.page_size = 8, o.slots = 2;
+  o.budget = {BudgetAmount::ratio, 0.25};
+  Composition parts;
+  pinned(parts);
+  parts.name = "some";
+  const log::Collected all;
+  Engine engine(tiny(), compose(std::move(parts)), o);
+  for (const int length : {48, 40, 40}) {
+    const int slot = engine.open();
+    REQUIRE(engine.prefill(slot, std::vector<int>(static_cast<std::size_t>(length), 3), true, {}) == Fit::ok);
+    CHECK(engine.store().length(0, slot, 0) == 12);
+    engine.close(slot);
+  }
+  CHECK(all.warnings() ==
+        Lines{"got a budget of 10 tokens per KV head in a sequence of 40, and 'some' always keeps 12"});
   CHECK(said(least, {BudgetAmount::tokens, 16}) == Lines{"got a budget of 16" + rest + "reads 24, 3 pages of 8"});
   CHECK(said(least, {BudgetAmount::tokens, 24}).empty());
   CHECK(said(least, {BudgetAmount::unlimited, 0}).empty());
