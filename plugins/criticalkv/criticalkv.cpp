@@ -31,6 +31,7 @@ class CriticalKv final : public kvlab::Scorer {
         group_(p.get<kvlab::GroupRule>("group")),
         first_stage_(p.get<double>("first_stage")),
         epsilon_(p.get<float>("epsilon")),
+        counts_window_(p.get<bool>("window_in_first_stage")),
         values_(p.get<bool>("values")) {
     if (kernel_ % 2 == 0)
       throw kvlab::Error(kvlab::Errc::config, "got kernel " + std::to_string(kernel_) + ", wanted an odd number");
@@ -48,9 +49,11 @@ class CriticalKv final : public kvlab::Scorer {
     ops::pool(kv.pages, votes, pooling_, kernel_, window_, *kv.workspace, s);
     ops::group_reduce(kv.pages, votes, group_, out, s);
     if (!values_) return;
-    // The window has its own part of the budget.
+    // The window has its own part of the budget, or comes first in the first stage.
     ops::set_pinned(kv.pages, {.last = window_}, -1, out, s);
-    const auto count = static_cast<std::int32_t>(std::max(0, kv.budget_tokens(0) - window_) * first_stage_);
+    const int budget = kv.budget_tokens(0);
+    const auto count = counts_window_ ? std::max(0, static_cast<int>(budget * first_stage_) - window_)
+                                      : static_cast<int>(std::max(0, budget - window_) * first_stage_);
     const std::vector<std::int32_t> counts(static_cast<std::size_t>(kv.kv_heads()), count);
     const auto first = kv.list<kvlab::TokenList>("first stage", count);
     ops::top_tokens(kv.pages, out, kv.upload_heads("first stage", counts.data()), nullptr, first, s);
@@ -63,7 +66,7 @@ class CriticalKv final : public kvlab::Scorer {
   kvlab::GroupRule group_;
   double first_stage_;
   float epsilon_;
-  bool values_;
+  bool counts_window_, values_;
 };
 
 // The second stage of any scorer.
@@ -105,6 +108,9 @@ KVLAB_PLUGIN(kvlab::scorer<CriticalKv>("criticalkv",
                  .param("group", kvlab::GroupRule::mean, "how a GQA group's votes become one")
                  .param("first_stage", 0.5, 0, 1, first_stage_help)
                  .param("epsilon", 1e-4, 0, 1, epsilon_help)
+                 .param("window_in_first_stage", false,
+                        "the first stage is that share of the whole budget, and the window comes first in it; false: "
+                        "both stages divide the budget without the window")
                  .component("values", "sizes of projected values; off = votes alone, as snapkv")
                  .component("clustering", "pooling of the votes; off = every token for itself"),
              kvlab::rescorer<SecondStage>("criticalkv",

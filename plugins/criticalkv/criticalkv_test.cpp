@@ -135,6 +135,11 @@ TEST_CASE("criticalkv: two stages by hand") {
   CHECK(kept(shares, norms, 2, {{"first_stage", 0.}}) == std::vector<int>{2, 3});
   // Half of three is one.
   CHECK(kept(shares, norms, 3, {}) == std::vector<int>{0, 2, 3});
+  // With the window, half of three and half of four. The window's own token takes one of them.
+  const Settings with_window{{"window_in_first_stage", true}};
+  CHECK(kept(shares, norms, 2, with_window) == std::vector<int>{2, 3});
+  CHECK(kept(shares, norms, 3, with_window) == std::vector<int>{0, 2, 3});
+  CHECK(kept({.5f, .3f, .15f, .05f, .04f}, {1, 1, 1, 10, 20}, 3, with_window) == std::vector<int>{0, 3, 4});
   // A token of no attention counts by epsilon times its size alone.
   CHECK(kept({.5f, .3f, 1e-20f, .15f}, {1, 1, 1e6f, 1}, 2, {}) == std::vector<int>{0, 2});
   CHECK(kept({.5f, .3f, 1e-20f, .15f}, {1, 1, 1e6f, 1}, 2, {{"epsilon", 0.}}) == std::vector<int>{0, 1});
