@@ -19,6 +19,7 @@ class RazorAttention final : public kvlab::Policy, public kvlab::PreparesSteps {
         echo_(p.get<double>("echo")),
         decodes_(p.get<bool>("while_decoding")),
         retrieval_heads_(p.get<bool>("retrieval_heads")),
+        counts_once_(p.get<bool>("counts_once")),
         compensation_(p.get<bool>("compensation")) {}
 
   kvlab::Needs needs() const override {
@@ -38,6 +39,10 @@ class RazorAttention final : public kvlab::Policy, public kvlab::PreparesSteps {
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
     if (compensation_) made_up_ = kvlab::KeptMadeUp("compensation tokens", shape, 1, w);
+    if (const std::int64_t numbers = std::int64_t{shape.max_slots} * shape.kv_heads; compensation_ && counts_once_)
+      once_ = kvlab::Scores::dense(
+          static_cast<float*>(w.room("weights of one", static_cast<std::size_t>(numbers) * sizeof(float))),
+          {shape.max_slots, shape.kv_heads, 1});
     const auto heads = static_cast<std::size_t>(shape.layers) * static_cast<std::size_t>(shape.kv_heads);
     marks_.assign(heads, false);
     if (retrieval_heads_) {
@@ -70,8 +75,15 @@ class RazorAttention final : public kvlab::Policy, public kvlab::PreparesSteps {
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     if (kv.last[0]) evict(kv, edits, s);
   }
-  void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream) override {
-    if (compensation_) edits.read_made_up(made_up_.of(step));
+  void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (!compensation_) return;
+    kvlab::MadeUpTokens tokens = made_up_.of(step);
+    if (counts_once_) {  // and not at all before a token left
+      kvlab::ops::copy(once_, tokens.weights, s);
+      kvlab::ops::above(once_, 0, s);
+      tokens.weights = once_;
+    }
+    edits.read_made_up(tokens);
   }
   void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
     if (decodes_) evict(step, edits, s);
@@ -110,7 +122,7 @@ class RazorAttention final : public kvlab::Policy, public kvlab::PreparesSteps {
 
   int sinks_, window_;
   double share_, induction_, echo_;
-  bool decodes_, retrieval_heads_, compensation_;
+  bool decodes_, retrieval_heads_, counts_once_, compensation_;
   std::vector<float> echo_scores_, induction_scores_;  // [layer, kv_head], like marks_
   std::vector<bool> marks_;                            // of retrieval heads
   kvlab::TierDemand tiers_;
@@ -120,6 +132,7 @@ class RazorAttention final : public kvlab::Policy, public kvlab::PreparesSteps {
   kvlab::StepNumbers<std::int32_t> keep_;  // [layer][row, kv_head]
   kvlab::StepNumbers<kvlab::Pins> pins_;   // [row]
   kvlab::KeptMadeUp made_up_;              // one for each KV head
+  kvlab::Scores once_;                     // [slot, kv_head, 1] of the layer that runs
 };
 
 }  // namespace
@@ -134,6 +147,6 @@ KVLAB_PLUGIN(
         .param("window", 4000, 1, kvlab::any, "newest tokens that the other heads keep at least")
         .param("window_share", 0.2, 0, 1, "newest tokens that they keep at least, as a share of the text so far")
         .param("while_decoding", true, "they drop tokens in decode steps too; false: at the prompt's end alone")
+        .param("counts_once", false, "the mean counts as one token, as in the code; false: as all that it stands for")
         .component("retrieval_heads", "the profile's scores decide; off = no head keeps everything")
-        .component("compensation",
-                   "a mean key and value stand for all dropped tokens and count as so many; off = nothing does"))
+        .component("compensation", "a mean key and value stand for all dropped tokens; off = nothing does"))

@@ -105,6 +105,45 @@ TEST_CASE("razor_attention: the card's case, and prompts within the capacity") {
   CHECK(kept(1) == positions_to(1));
 }
 
+TEST_CASE("razor_attention: the mean of what a head dropped counts as all of it, or once") {
+  const bool once = GENERATE(false, true);
+  const int left = GENERATE(200, 0);  // tokens that leave a prompt
+  CAPTURE(once, left);
+  const int tokens = sinks + window + left;
+  OnText run(Role::policy, "razor_attention", params({{"retrieval_heads", false}, {"counts_once", once}}), 0, 256, 8);
+  run.prefill(tokens);
+  run.step();
+  for (int layer = 0; layer < run.config().layers; ++layer) {
+    const auto& seen = run.layer(layer);
+    for (int h = 0; h < run.config().heads; ++h) {
+      CAPTURE(layer, h);
+      const auto head = static_cast<std::size_t>(h / run.group());
+      const auto& q = seen.queries.at.back()[static_cast<std::size_t>(h)];
+      std::vector<double> mean_key(q.size()), mean_value(q.size()), wanted(q.size());
+      double all = 0;
+      const auto add = [&](const std::vector<double>& key, const std::vector<double>& value, double weight) {
+        const double share = weight * std::exp(dot(q, key) / std::sqrt(static_cast<double>(q.size())));
+        all += share;
+        for (std::size_t d = 0; d < q.size(); ++d) wanted[d] += share * value[d];
+      };
+      for (std::size_t t = 0; t <= static_cast<std::size_t>(tokens); ++t) {
+        const auto &key = seen.keys.at[t][head], &value = seen.values.at[t][head];
+        if (t < sinks || t >= static_cast<std::size_t>(sinks + left)) {
+          add(key, value, 1);
+          continue;
+        }
+        for (std::size_t d = 0; d < q.size(); ++d) mean_key[d] += key[d] / left, mean_value[d] += value[d] / left;
+      }
+      if (left > 0) add(mean_key, mean_value, once ? 1 : left);
+      const auto& got = seen.outputs.at.back()[static_cast<std::size_t>(h)];
+      double apart = 0, size = 0;
+      for (std::size_t d = 0; d < q.size(); ++d)
+        apart += (got[d] - wanted[d] / all) * (got[d] - wanted[d] / all), size += wanted[d] / all * wanted[d] / all;
+      CHECK(std::sqrt(apart) <= 1e-4 * std::sqrt(size));
+    }
+  }
+}
+
 TEST_CASE("razor_attention: what it cannot use is refused") {
   const auto with = [](const OnText::MakeProfile& make) {
     return OnText(Role::policy, "razor_attention", params(), 0, 64, 8, make);
