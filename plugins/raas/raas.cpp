@@ -76,6 +76,7 @@ class Raas final : public kvlab::Policy, public kvlab::PreparesSteps {
       : threshold_(p.get<float>("threshold")),
         sinks_(p.get<int>("sinks")),
         window_(p.get<int>("window")),
+        dense_(p.get<int>("dense_layers")),
         scaled_(p.get<bool>("scaled")),
         keeps_prompt_(p.get<bool>("keep_prompt")),
         stamps_(p.get<bool>("stamps")) {}
@@ -85,6 +86,7 @@ class Raas final : public kvlab::Policy, public kvlab::PreparesSteps {
         .token_state("stamp")
         .window_queries(1)
         .page_summary(kvlab::Summary::min_max)
+        .dense_layers(dense_)
         .scratch_numbers(10)
         .capturable(true);
   }
@@ -107,7 +109,7 @@ class Raas final : public kvlab::Policy, public kvlab::PreparesSteps {
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
-    if (!kv.last[0]) return;
+    if (!kv.last[0] || kv.layer < dense_) return;
     const int most = at_least(kv.budget_tokens(0));
     stamps_.begin(kv, keeps_prompt_ && kv.position[0] <= most / page_ * page_ - page_, s);
     if (!limited_) return;
@@ -117,7 +119,7 @@ class Raas final : public kvlab::Policy, public kvlab::PreparesSteps {
   }
 
   void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
-    if (!limited_) return;
+    if (!limited_ || step.layer < dense_) return;
     const int pages = (step.max_length + page_ - 1) / page_;
     const Scores of_pages = step.scratch<float>("page shares", {step.rows(), step.kv_heads(), pages});
     const float scale = scaled_ ? 1 / std::sqrt(static_cast<float>(step.pages.head_dim)) : 1;
@@ -147,7 +149,7 @@ class Raas final : public kvlab::Policy, public kvlab::PreparesSteps {
   }
 
   float threshold_;
-  int sinks_, window_;
+  int sinks_, window_, dense_;
   bool scaled_, keeps_prompt_, limited_ = false;
   Stamps stamps_;
   int page_ = 1;
@@ -220,6 +222,7 @@ KVLAB_PLUGIN(
         .param("threshold", 1e-4, 0, 1, "a page matters in a step that gives it a greater share of attention")
         .param("sinks", 0, 0, kvlab::any, "first tokens that are always kept, in whole pages of the budget")
         .param("window", 0, 0, kvlab::any, "newest tokens that are always kept, in whole pages of the budget")
+        .param("dense_layers", 0, 0, kvlab::any, "first layers that keep everything")
         .param("scaled", false, "the bounds of a page's logits are divided by the root of head_dim")
         .component("keep_prompt", "a prompt that fits in the budget is never evicted; off = it is as other pages")
         .component("stamps", "a page that matters gets a new stamp; off = the first in is the first out"),

@@ -92,7 +92,7 @@ std::vector<double> page_shares(const OnText& run, const OnText::Layer& layer, i
   return mean;
 }
 
-void check_pages(const Settings& params, Plain rule, int prompt, int steps) {
+void check_pages(const Settings& params, Plain rule, int prompt, int steps, int dense = 0) {
   OnText run(Role::policy, "raas", params, rule.most, prompt + steps, rule.page);
   run.prefill(prompt);
   const int fits = rule.most / rule.page * rule.page - rule.page;
@@ -104,6 +104,11 @@ void check_pages(const Settings& params, Plain rule, int prompt, int steps) {
       for (int h = 0; h < run.config().kv_heads; ++h) {
         CAPTURE(step, l, h);
         const auto& layer = run.layer(l);
+        if (l < dense) {
+          if (step == 0) heads.push_back(rule);
+          CHECK(run.kept(l, h) == positions_to(prompt + step));
+          continue;
+        }
         if (step == 0) {
           std::vector<double> attention(static_cast<std::size_t>(prompt));
           for (int g = h * run.group(); g < (h + 1) * run.group(); ++g) {
@@ -151,7 +156,8 @@ TEST_CASE("raas keeps on real text the pages that a plain implementation keeps")
   check_pages({threshold, {"keep_prompt", false}}, {.keep_prompt = false}, 20, 40);
   check_pages({threshold, {"stamps", false}, {"keep_prompt", false}}, {.keep_prompt = false, .stamps = false}, 20, 40);
   check_pages({threshold}, {.most = 44}, 130, 24);  // the prompt is cut
-  check_pages({threshold}, {}, 37, 24);             // it fits, but its pages do not stay
+  check_pages({threshold, {"dense_layers", std::int64_t{2}}}, {}, 37, 24, 2);
+  check_pages({threshold}, {}, 37, 24);  // it fits, but its pages do not stay
 }
 
 TEST_CASE("raas: a budget below what it keeps is refused") {
