@@ -6,8 +6,10 @@
 #include <kvlab/partial_keys.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/rewrite.hpp>
+#include <kvlab/step_numbers.hpp>
 #include <kvlab/tier_demand.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -16,7 +18,7 @@ namespace {
 
 using kvlab::BudgetAmount;
 
-class ShadowKv final : public kvlab::Policy {
+class ShadowKv final : public kvlab::Policy, public kvlab::PreparesSteps {
  public:
   explicit ShadowKv(const kvlab::Params& p)
       : rank_(p.get<int>("rank")),
@@ -47,7 +49,7 @@ class ShadowKv final : public kvlab::Policy {
   kvlab::Demand demand(int prompt, int max_new) const override {
     if (!offloads_ || !limited_) return {};
     return tiers_.of(prompt, max_new, [&](int, bool decodes) {
-      const int apart = decodes ? tokens_ / chunk_ - local_ : outliers_, behind = decodes ? max_new : 0;
+      const int apart = decodes ? tokens_of(prompt) / chunk_ - local_ : outliers_, behind = decodes ? max_new : 0;
       return apart * tiers_.pages_of_run(chunk_) + tiers_.pages_of_run((local_ + 1) * chunk_ + behind);
     });
   }
@@ -55,16 +57,15 @@ class ShadowKv final : public kvlab::Policy {
   void attach(const kvlab::Shape& shape, const BudgetAmount& budget, kvlab::Workspace& w) override {
     tiers_ = kvlab::TierDemand(shape, budget, 0);
     const int width = shape.kv_heads * shape.head_dim;
-    if (budget.kind == BudgetAmount::bytes || (budget.kind == BudgetAmount::ratio && budget.value < 1))
+    if (budget.kind == BudgetAmount::bytes)
       throw kvlab::Error(kvlab::Errc::config,
-                         std::string("got a budget ") +
-                             (budget.kind == BudgetAmount::bytes ? "in bytes" : "as a ratio of the text") +
-                             ", wanted tokens: outliers and local chunks take the same however long the text is");
-    budget.require((outliers_ + local_ + 1) * chunk_, "the outliers, the local chunks, and one more chunk");
-    limited_ = budget.kind == BudgetAmount::tokens;
+                         "got a budget in bytes, wanted tokens or a ratio of the prompt: nothing leaves");
+    least_ = (outliers_ + local_ + 1) * chunk_;
+    budget.require(least_, "the outliers, the local chunks, and one more chunk");
+    budget_ = budget;
+    limited_ = budget.kind == BudgetAmount::tokens || (budget.kind == BudgetAmount::ratio && budget.value < 1);
     if (!limited_) return;
-    const int tokens = tokens_ = static_cast<int>(budget.value);
-    if (tokens % chunk_ != 0)
+    if (const int tokens = static_cast<int>(budget.value); budget.kind == BudgetAmount::tokens && tokens % chunk_ != 0)
       throw kvlab::Error(kvlab::Errc::config, "got a budget of " + std::to_string(tokens) +
                                                   " tokens, wanted a multiple of " + std::to_string(chunk_) +
                                                   ", the tokens of a chunk");
@@ -75,11 +76,17 @@ class ShadowKv final : public kvlab::Policy {
           w.room("directions of keys", kvlab::RankDirections::bytes(shape.layers, width)), shape.layers, width);
     }
     if (offloads_) pages_ = kvlab::KeptPages("pages to read", shape, shape.max_pages(), w);
-    const std::vector<std::int32_t> most(static_cast<std::size_t>(shape.max_slots * shape.kv_heads),
-                                         tokens / chunk_ - outliers_ - local_);
-    most_ = kvlab::View<const std::int32_t, 2>::dense(
-        static_cast<const std::int32_t*>(w.constant("chunks to choose", most.data(), most.size() * 4)),
-        {shape.max_slots, shape.kv_heads});
+    kv_heads_ = shape.kv_heads;
+    most_ = {"chunks to choose", std::int64_t{shape.max_slots} * kv_heads_, w};
+  }
+
+  void prepare_step(const kvlab::StepCounters& c) override {
+    if (!limited_) return;
+    std::vector<std::int32_t>& most = most_.fresh();
+    for (int row = 0; row < c.rows; ++row)
+      most.insert(most.end(), static_cast<std::size_t>(kv_heads_),
+                  tokens_of(c.position[row] - c.step[row] - 1) / chunk_ - outliers_ - local_);
+    most_.put(c);
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits&, kvlab::Stream s) override {
@@ -91,7 +98,7 @@ class ShadowKv final : public kvlab::Policy {
 
   // A prompt has one row, and its callbacks of all layers come one after the other.
   void finish_prompt(const kvlab::LayerKv& kv, kvlab::Edits& edits, kvlab::Stream s) override {
-    if (!limited_ || kv.budget_tokens(0) >= kv.position[0]) return;
+    if (!limited_ || !cuts(kv)) return;
     const auto whole = kv.list<kvlab::TokenList>("tokens that stay exact", kv.max_length);
     kvlab::ops::chunk_tokens(kv.pages, {}, {}, kept_.of(kv), whole, s);
     if (factorises_) {
@@ -114,14 +121,21 @@ class ShadowKv final : public kvlab::Policy {
     const auto scale = static_cast<float>(1 / std::sqrt(divisor_ > 0 ? divisor_ : step.pages.head_dim));
     kvlab::ops::chunk_scores(step.pages, step.queries.f32(), scale, group_, chunks, scores, *step.workspace, s);
     const auto list = step.list<kvlab::TokenList>("tokens to read", step.max_length);
-    kvlab::ops::chunk_tokens(step.pages, scores, most_, chunks, list, s);
+    const auto most = kvlab::View<const std::int32_t, 2>::dense(most_.data(), {step.rows(), step.kv_heads()});
+    kvlab::ops::chunk_tokens(step.pages, scores, most, chunks, list, s);
     place(step, list, {kvlab::Deadline::this_attention}, edits, s);
     edits.attend(list);
   }
 
  private:
-  // Else a step reads the prompt as a whole. All layers have the same budget.
-  bool rewrites(const kvlab::LayerKv& kv) const { return factorises_ && kv.budget_tokens(0) < kv.position[0]; }
+  // Tokens of whole chunks that a step reads of a prompt, or of all prompts of a sequence.
+  int tokens_of(int prompt) const {
+    if (budget_.kind == BudgetAmount::tokens) return static_cast<int>(budget_.value);
+    return std::max(least_, static_cast<int>(budget_.value * prompt) / chunk_ * chunk_);
+  }
+  // Else a step reads the prompt as a whole.
+  bool cuts(const kvlab::LayerKv& kv) const { return tokens_of(kv.position[0]) < kv.position[0]; }
+  bool rewrites(const kvlab::LayerKv& kv) const { return factorises_ && cuts(kv); }
 
   // The pages of these tokens are on the device, and no others.
   void place(const kvlab::LayerKv& kv, const kvlab::TokenList& tokens, kvlab::Deadline when, kvlab::Edits& edits,
@@ -140,7 +154,8 @@ class ShadowKv final : public kvlab::Policy {
     return keys;
   }
 
-  int rank_, chunk_, outliers_, local_, divisor_, tokens_ = 0;
+  int rank_, chunk_, outliers_, local_, divisor_, least_ = 0, kv_heads_ = 0;
+  BudgetAmount budget_;
   kvlab::TierDemand tiers_;
   kvlab::GroupRule group_;
   bool factorises_, offloads_, limited_ = false;
@@ -148,7 +163,7 @@ class ShadowKv final : public kvlab::Policy {
   kvlab::RankDirections directions_;
   kvlab::KeptKeyFactors factors_;
   kvlab::KeptPages pages_;
-  kvlab::View<const std::int32_t, 2> most_;
+  kvlab::StepNumbers<std::int32_t> most_;  // [row, kv_head]
 };
 
 }  // namespace

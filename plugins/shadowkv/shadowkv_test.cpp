@@ -280,6 +280,38 @@ TEST_CASE("shadowkv: a prompt that the budget holds is read as a whole and keeps
 
 namespace {
 
+constexpr int longest = prompt + steps;
+
+// What each layer's steps read, by KV head, after a prompt of so many tokens.
+class Reads final : public EngineObserver {
+ public:
+  Reads(const BudgetAmount& budget, int tokens) {
+    static const std::shared_ptr<const Model> model = load_model(*open_model("bundled/recall", "", ""), DType::f32, "");
+    static Registry registry;
+    const RegistryCatalog catalog(registry);
+    PolicySpec spec;
+    spec.name = "shadowkv";
+    spec.policy = PluginUse{Role::policy, spec.name, resolve(registry.require(Role::policy, spec.name), params(20))};
+    EngineOptions o;
+    o.budget = budget;
+    o.max_tokens = longest;
+    Engine engine(model, build_policy(spec, catalog, nullptr), o);
+    engine.observe(this);
+    const int slot = engine.open();
+    std::vector<int> text;
+    for (int t = 0; t < tokens; ++t) text.push_back(3 + t * t % 400);
+    REQUIRE(engine.prefill(slot, text, true, {}) == Fit::ok);
+    for (int step = 0; step < steps; ++step) REQUIRE(engine.step({slot}, {&text[9], 1}, {}) == Fit::ok);
+  }
+  void attended(const DecodeLayer& l, const Store&) override {
+    for (std::int64_t h = 0; h < l.read.tokens->count.extent[1]; ++h) {
+      lists.emplace_back();
+      for (int i = 0; i < l.read.tokens->count(0, h); ++i) lists.back().push_back(l.read.tokens->index(0, h, i));
+    }
+  }
+  std::vector<std::vector<int>> lists;
+};
+
 std::set<int> pages_of(const std::vector<int>& tokens, int page) {
   std::set<int> pages;
   for (const int t : tokens) pages.insert(t / page);
@@ -291,6 +323,17 @@ std::int64_t moved(const OnText& run, Tier tier, Tag tag) {
 }
 
 }  // namespace
+
+TEST_CASE("shadowkv: a ratio is one of the prompt, in whole chunks, and holds what is read in any case") {
+  const auto ratio = [](double value, int tokens) { return Reads({BudgetAmount::ratio, value}, tokens).lists; };
+  const auto of_tokens = [](double value, int tokens) { return Reads({BudgetAmount::tokens, value}, tokens).lists; };
+  const auto whole = ratio(.32, prompt);  // 41.6 tokens
+  CHECK(whole.size() > 100);
+  CHECK(whole == of_tokens(limit, prompt));
+  CHECK(whole != of_tokens(limit + chunk, prompt));
+  CHECK(ratio(.32, 70) == of_tokens((outliers + local + 1) * chunk, 70));  // 22.4 tokens
+  CHECK(ratio(.32, 20) == of_tokens(limit, 20));                           // all of it
+}
 
 TEST_CASE("shadowkv reads the same with pages on the host, where values alone come back") {
   constexpr int rank = 20, many = 24;
@@ -374,7 +417,7 @@ TEST_CASE("shadowkv: what it cannot obey is refused") {
   };
   CHECK_THROWS_WITH(run_with(params(257)), Contains("got rank 257, wanted 1 to 256"));
   CHECK_NOTHROW(run_with(params(257, {{"low_rank", false}})));
-  CHECK_THROWS_WITH(attach({BudgetAmount::ratio, .5}), Contains("got a budget as a ratio of the text, wanted tokens"));
+  CHECK_NOTHROW(attach({BudgetAmount::ratio, .5}));
   CHECK_THROWS_WITH(attach({BudgetAmount::bytes, 1e6}), Contains("got a budget in bytes, wanted tokens"));
   CHECK_NOTHROW(attach({BudgetAmount::ratio, 1}));
   CHECK_THROWS_WITH(run_with(params(20, {{"outliers", std::int64_t{1} << 20}})), Contains("shadowkv.outliers: got"));
