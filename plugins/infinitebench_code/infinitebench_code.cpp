@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cctype>
 #include <charconv>
-#include <cstring>
 #include <iterator>
 
 namespace {
@@ -102,21 +101,30 @@ double last_integer(const std::string& answer, const std::string& reference) {
   return own == integers(reference, true);
 }
 
+Text stripped(const Text& text) {
+  std::size_t begin = 0, end = text.size();
+  while (begin < end && kvlab::unicode::is_space(text[begin])) ++begin;
+  while (end > begin && kvlab::unicode::is_space(text[end - 1])) --end;
+  return text.substr(begin, end - begin);
+}
+
 // References: the option's letter, and its text. The answer begins with the letter, or has one of them behind a phrase.
 class Option final : public kvlab::AnswerMetric {
  public:
   double score(const std::string& answer, const std::vector<std::string>& references,
                const kvlab::Record& /*record*/) const override {
-    const std::string start = answer.substr(0, 2);
-    if (start == references[0] + "." || start == references[0] + ":") return 1;
-    std::string text = answer;
-    for (const char* word : {"\n", "`", "'", "\"", "-", "*", "Option", "option"})
-      for (std::size_t at = 0; (at = text.find(word, at)) != text.npos; ++at) text.replace(at, std::strlen(word), " ");
-    text.erase(std::unique(text.begin(), text.end(), [](char a, char b) { return a == ' ' && b == ' '; }), text.end());
-    for (const std::string phrase : {"answer is:", "is:", "answer:"})
+    Text text = stripped(from_utf8(answer));
+    const Text start = text.substr(0, 2), letter = from_utf8(references[0]);
+    if (start == letter + U'.' || start == letter + U':') return 1;
+    for (const Text word : {U"\n", U"`", U"'", U"\"", U"-", U"*", U"Option", U"option"})
+      for (std::size_t at = 0; (at = text.find(word, at)) != text.npos; ++at) text.replace(at, word.size(), U" ");
+    text.erase(std::unique(text.begin(), text.end(), [](char32_t a, char32_t b) { return a == U' ' && b == U' '; }),
+               text.end());
+    for (const Text phrase : {U"answer is:", U"is:", U"answer:"})
       if (const std::size_t at = text.find(phrase); at != text.npos) {
-        const std::string rest = text.substr(std::min(at + phrase.size() + 1, text.size()));
-        return std::any_of(references.begin(), references.end(), [&](const auto& r) { return rest.rfind(r, 0) == 0; });
+        const Text rest = text.substr(std::min(at + phrase.size() + 1, text.size()));
+        return std::any_of(references.begin(), references.end(),
+                           [&](const auto& r) { return rest.rfind(from_utf8(r), 0) == 0; });
       }
     return 0;
   }

@@ -30,6 +30,9 @@ TEST_CASE("last_integer is the last word") {
 TEST_CASE("infinitebench_option takes the letter, or the text behind a phrase") {
   check_golden("infinitebench_option");
   CHECK(score("infinitebench_option", "B. g crashes", List{"B", "g"}) == 1);
+  CHECK(score("infinitebench_option", "\nB: g", List{"B", "g"}) == 1);
+  CHECK(score("infinitebench_option", "  B.", List{"B", "g"}) == 1);
+  CHECK(score("infinitebench_option", "answer is:\u2014g", List{"B", "g"}) == 1);  // one character, of three bytes
   CHECK(score("infinitebench_option", "The answer is: `g`", List{"B", "g"}) == 1);
   CHECK(score("infinitebench_option", "B", List{"B", "g"}) == 0);  // the scorer wants a dot, a colon or the phrase
 }

@@ -233,9 +233,10 @@ def last_integer(answer, reference):
 
 
 def infinitebench_option(answer, references):
+    answer = answer.strip()
     if answer[:2] in (references[0] + ".", references[0] + ":"):
         return 1.0
-    text = re.sub(" +", " ", re.sub("[\n`'\"*-]|[Oo]ption", " ", answer.strip()))
+    text = re.sub(" +", " ", re.sub("[\n`'\"*-]|[Oo]ption", " ", answer))
     for phrase in ("answer is:", "is:", "answer:"):
         _, there, rest = text.partition(phrase)
         if there:
@@ -506,7 +507,8 @@ def run_values():
 
 def options():
     answers = ["", "B", "B.", "B: g", " B. g", "The answer is: B", "answer is:B", "answer is:", "answer is: \n", "it is: `g`", "answer:\n- **g**",
-               "The error is: Option B", "option g", "Answer is: g", "answer:  C, is: B", "is:  gg", "A. answer is: B", "answer is: h\n", "answer: Optiong"]  # fmt: skip
+               "The error is: Option B", "option g", "Answer is: g", "answer:  C, is: B", "is:  gg", "A. answer is: B", "answer is: h\n", "answer: Optiong",
+               "\nB: g", "  B.", "\u3000\x1cC.", "answer is:\u00a0g", "answer is:\u2014B"]  # fmt: skip
     return [(a, [r, t]) for a in answers for r, t in zip("ABC", ("f", "g", "h"))]
 
 
