@@ -127,7 +127,7 @@ SETS = {
         {"test.jsonl": [MATH]}, "math500", [{"id": "test/a.json", "answers": ["\\frac{1}{1}"], "level": 2, "subject": "Algebra"}],
         {"metric": "boxed", "max_new_tokens": 16384},
         prompt="Let $\\{x\\}$ hold 1. Find $x$.\nPlease reason step by step, and put your final answer within \\boxed{}."),
-    "aime24": Fixture({"aime24.jsonl": AIME}, "aime24", [{"id": "1", "answers": ["25"]}],
+    "aime24": Fixture({"aime24.jsonl": AIME}, "aime24", [{"id": "1", "answers": ["025", "25"]}],
                       {"metric": "boxed", "records": 1, "left_out": {"other years": 1}}),
     "gpqa": Fixture({"gpqa_diamond.csv": GPQA}, "gpqa_diamond", [{"id": "r1", "input": "Which is red, of these?", "domain": "Colours"}],
                     {"metric": "longbench_v2_choice", "max_new_tokens": 16384}),

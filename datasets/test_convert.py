@@ -231,6 +231,12 @@ class Details(Folder):
         self.assertIn("got no train.jsonl, wanted", said)
         self.assertIn("--shots 0 asks without worked examples", said)
 
+    def test_an_answer_to_aime_is_right_with_and_without_zeros(self):
+        files = {"aime24.jsonl": [{"id": n, "problem": f"Find {n}.", "answer": text} for n, text in enumerate(("005", "25", "204", 0))]}
+        self.assertEqual(self.converted("aime24", files=files)[0], 0)
+        _, records = read(self.out / "aime24.jsonl")
+        self.assertEqual([r["answers"] for r in records], [["005", "05", "5"], ["025", "25"], ["204"], ["0", "00", "000"]])
+
     def test_gpqa_order_follows_from_the_question_alone(self):
         def letters(text):
             self.converted("gpqa", files={"gpqa_diamond.csv": text})

@@ -8,6 +8,11 @@ MATH500 = load_set("math500")
 NAMES = ("aime24_test.jsonl", "aime_2024_problems.parquet", "aime24.jsonl", "aimo-validation-aime.jsonl", "test.jsonl")
 
 
+def written_as(n):
+    """`boxed` compares texts, and AIME's own answers have three digits: 5, 05 and 005 are all right."""
+    return sorted({str(n), f"{n:02}", f"{n:03}"})
+
+
 def read(_name, source, _options):
     for number, (place, raw) in enumerate(source.records(source.need(*NAMES)), 1):
         value = {key.lower(): v for key, v in raw.items()}  # Maxwell-Jia/AIME_2024 writes Problem, Answer
@@ -17,7 +22,7 @@ def read(_name, source, _options):
         answer = str(value.get("answer", ""))
         if not answer.isdigit() or int(answer) > 999:
             raise DataError(place, f"got the answer '{answer}', wanted an integer from 0 to 999")
-        yield record(place, value.get("id", number), field(value, "problem", place), [str(int(answer))])
+        yield record(place, value.get("id", number), field(value, "problem", place), written_as(int(answer)))
 
 
 SET = DataSet(
@@ -27,4 +32,4 @@ SET = DataSet(
     prompt_source=MATH500.prompt_source,
     wanted=f"one of {', '.join(NAMES)}, an object a record with id, problem, answer and perhaps url",
     tasks={"aime24": dataclasses.replace(MATH500.tasks["math500"], files=NAMES)},
-    read=read, note="FreeKV draws 8 answers each at temperature 0.6: the key sampling does so. 025 and 25 are the same answer.")
+    read=read, note="FreeKV draws 8 answers each at temperature 0.6: the key sampling does so. 025 and 25 are both right.")
