@@ -130,7 +130,7 @@ SETS = {
     "aime24": Fixture({"aime24.jsonl": AIME}, "aime24", [{"id": "1", "answers": ["025", "25"]}],
                       {"metric": "boxed", "records": 1, "left_out": {"other years": 1}}),
     "gpqa": Fixture({"gpqa_diamond.csv": GPQA}, "gpqa_diamond", [{"id": "r1", "input": "Which is red, of these?", "domain": "Colours"}],
-                    {"metric": "longbench_v2_choice", "max_new_tokens": 16384}),
+                    {"metric": "gpqa_choice", "max_new_tokens": 16384}),
     "mmlu": Fixture(
         MMLU, "mmlu", [{"id": "sea_life-1", "answers": ["A"], "subject": "sea_life"}, {"id": "sea_life-2", "answers": ["B"]}],
         {"metric": "choice", "chat": False}, ("--shots", "1"),

@@ -22,7 +22,7 @@ def read(name, source, _options):
 
 
 def task_of(name):
-    return Task(prompt=PROMPT, metric="longbench_v2_choice", max_new_tokens=16384, files=(f"{name}.csv",))
+    return Task(prompt=PROMPT, metric="gpqa_choice", max_new_tokens=16384, files=(f"{name}.csv",))
 
 
 SET = DataSet(

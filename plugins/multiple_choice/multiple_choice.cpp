@@ -52,6 +52,22 @@ class LongBenchV2 final : public kvlab::PairMetric {
   }
 };
 
+// run_baseline.py of GPQA (Rein et al. 2023): one character in brackets behind the first phrase that has A to D there.
+// Of each phrase the first such place counts, whatever its character is.
+double gpqa_choice(const std::string& answer, const std::string& reference) {
+  using kvlab::unicode::Text;
+  const Text text = kvlab::unicode::from_utf8(answer);
+  for (const Text phrase : {U"answer is (", U"Answer: (", U"answer: (", U"answer (", U"("})
+    for (std::size_t at = text.find(phrase); at != Text::npos; at = text.find(phrase, at + 1)) {
+      const std::size_t place = at + phrase.size();
+      if (place + 1 >= text.size() || text[place] == U'\n' || text[place + 1] != U')') continue;
+      if (text[place] >= U'A' && text[place] <= U'D')
+        return Text(1, text[place]) == kvlab::unicode::from_utf8(reference);
+      break;
+    }
+  return 0;
+}
+
 // compute_accuracy.py of MMLU-Pro (Wang et al. 2024) has ten letters and three rules. For an answer without a letter it
 // draws one, always with the same seed: G.
 class MmluPro final : public kvlab::PairMetric {
@@ -117,9 +133,10 @@ class MmluPro final : public kvlab::PairMetric {
 
 }  // namespace
 
-KVLAB_PLUGIN(kvlab::metric<kvlab::FunctionMetric<choice>>("choice",
-                                                          "the answer's first letter A to D that stands alone"),
-             kvlab::metric<LongBenchV2>("longbench_v2_choice",
-                                        "LongBench v2: the letter after 'The correct answer is'"),
-             kvlab::metric<MmluPro>("choice_pro", "MMLU-Pro: the letter A to J of 'the answer is (X)'")
-                 .param("guess", true, "an answer without a letter counts as G, as in the scorer; false: it is wrong"))
+KVLAB_PLUGIN(
+    kvlab::metric<kvlab::FunctionMetric<choice>>("choice", "the answer's first letter A to D that stands alone"),
+    kvlab::metric<kvlab::FunctionMetric<gpqa_choice>>("gpqa_choice",
+                                                      "GPQA: the letter in brackets, behind 'answer is' or alone"),
+    kvlab::metric<LongBenchV2>("longbench_v2_choice", "LongBench v2: the letter after 'The correct answer is'"),
+    kvlab::metric<MmluPro>("choice_pro", "MMLU-Pro: the letter A to J of 'the answer is (X)'")
+        .param("guess", true, "an answer without a letter counts as G, as in the scorer; false: it is wrong"))

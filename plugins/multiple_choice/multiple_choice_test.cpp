@@ -23,6 +23,13 @@ TEST_CASE("longbench_v2_choice reads the phrase that the prompt asks for") {
   CHECK_THROWS_WITH(metric("longbench_v2_choice")->check({"E"}, {}), Catch::Contains("wanted A, B, C or D"));
 }
 
+TEST_CASE("gpqa_choice tries one phrase after the other, and of each its first place") {
+  check_golden("gpqa_choice");
+  CHECK(score("gpqa_choice", "(A) is wrong. The correct answer is (B).", List{"B"}) == 1);
+  CHECK(score("gpqa_choice", "answer is (X), or Answer: (C)", List{"C"}) == 1);
+  CHECK(score("gpqa_choice", "The correct answer is C", List{"C"}) == 0);  // the scorer wants brackets
+}
+
 TEST_CASE("choice_pro has ten letters and three rules") {
   check_golden("choice_pro");
   CHECK(score("choice_pro", "A is wrong. The answer is (J).", List{"J"}) == 1);

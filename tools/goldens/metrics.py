@@ -153,6 +153,14 @@ def longbench_v2_choice(answer, reference):
     return float(bool(found) and found[1] == reference)
 
 
+def gpqa_choice(answer, reference):
+    for phrase in ("answer is ", "Answer: ", "answer: ", "answer ", ""):
+        found = re.search(phrase + r"\((.)\)", answer)
+        if found and found[1] in "ABCD":
+            return float(found[1] == reference)
+    return 0.0
+
+
 def infinitebench_choice(answer, references):
     answer = answer.strip()
     if not answer:
@@ -461,6 +469,13 @@ def choices():
     return [(a, [r]) for a in answers for r in "ABCD"]
 
 
+def bracketed():
+    answers = ["", "A", "(A)", "The correct answer is (B).", "The correct answer is B", "answer is (X). Answer: (C)", "answer is (X). answer is (C)",
+               "(E) then (A)", "(D), so the answer is (C)", "answer: (A) Answer: (B)", "answer (D)", "answer is\n(B)", "answer is (\n) (A)", "((C)",
+               "answer is (AB). (C)", "answer is (\u00e9) or (D)", "answer is (a), (b)", "Answer: (", "answer (A", "The answer is **(B)**", "(\n)(A)"]  # fmt: skip
+    return [(a, [r]) for a in answers for r in "ABCD"]
+
+
 def letters():
     """What a model says behind "Answer:", where simple-evals must agree; then answers in which the letter comes later."""
     direct = [" A", "B", " C.", " D)", " a", " b, or", "\tC\n\nQuestion", " $D$", " A\nB", " D: dogs", " C\u00e9"]
@@ -586,6 +601,7 @@ def cases():
         "prefix": best(prefix, folds()),
         "choice": best(choice, letters()),
         "longbench_v2_choice": best(longbench_v2_choice, choices()),
+        "gpqa_choice": best(gpqa_choice, bracketed()),
         "infinitebench_choice": [{"answer": a, "references": r, "score": infinitebench_choice(a, r)} for a, r in books()],
         "choice_pro": best(choice_pro, ten_choices()),
         "f1_characters": best(f1_characters, chinese_texts()),
