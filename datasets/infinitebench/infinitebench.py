@@ -27,7 +27,7 @@ TABLE = {
     "longbook_qa_chn": ("阅读以下书籍然后回答问题。\n\n{context}\n\n问题：{input}\n答案：", 40, "f1_characters", ""),
     "longbook_choice_eng": ("Read the book and answer the question.\n\n{context}\n\nQuestion: {input}\n" + OPTIONS +
                             "The letter of the correct answer is", 40, "infinitebench_choice", ""),
-    "longdialogue_qa_eng": (MASK, 40, "contains", "The published score wants the name as a whole word."),
+    "longdialogue_qa_eng": (MASK, 40, "infinitebench_name", ""),
     "math_find": ("{prompt}\n\n{context}\n\n{input}", 3, "first_number", ""),
     "math_calc": (CALC, 30000, "leading_numbers", ""),
     "code_run": ("There is a function called {func} in the following Python code.\n\n{context}\n\nPlease compute the exact value of "

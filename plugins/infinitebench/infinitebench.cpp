@@ -1,5 +1,5 @@
-// Metrics of InfiniteBench's passkey and number_string, kv_retrieval, longbook_choice and longbook_qa_chn
-// (Zhang et al. 2024; compute_scores.py of OpenBMB/InfiniteBench at 88b3daa6989d).
+// Metrics of InfiniteBench's passkey and number_string, kv_retrieval, longdialogue_qa, longbook_choice and
+// longbook_qa_chn (Zhang et al. 2024; compute_scores.py of OpenBMB/InfiniteBench at 88b3daa6989d).
 #include <kvlab/answers.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/unicode.hpp>
@@ -33,6 +33,37 @@ constexpr const char32_t marks[] = U"\n:\"'.,?!{}";
 double word(const std::string& answer, const std::string& reference) {
   return has(kvlab::unicode::words(with_spaces_for(from_utf8(answer), marks)), from_utf8(reference));
 }
+
+// Python's str.upper: the character whose lower case it is, but for three.
+Text upper(const Text& text) {
+  Text out;
+  for (const char32_t c : text) {
+    const auto* range = std::find_if(
+        std::begin(kvlab::unicode::lower_ranges), std::end(kvlab::unicode::lower_ranges), [c](const auto& r) {
+          const char32_t capital = c - static_cast<char32_t>(r.distance);
+          return capital >= r.first && capital <= r.last && (capital - r.first) % r.step == 0;
+        });
+    if (c == U'\u00df')
+      out += U"SS";
+    else if (c < 0x80)
+      out.push_back(c >= U'a' && c <= U'z' ? c - 32 : c);
+    else if (range != std::end(kvlab::unicode::lower_ranges))
+      out.push_back(c - static_cast<char32_t>(range->distance));
+    else
+      out.push_back(c == U'\u03c2' ? U'\u03a3' : c == U'\u0131' ? U'I' : c);
+  }
+  return out;
+}
+
+// The first reference alone counts, in capitals.
+class Name final : public kvlab::AnswerMetric {
+ public:
+  double score(const std::string& answer, const std::vector<std::string>& references,
+               const kvlab::Record& /*record*/) const override {
+    const Words own = kvlab::unicode::words(upper(with_spaces_for(from_utf8(answer), marks)));
+    return has(own, from_utf8(references[0]));
+  }
+};
 
 Text stripped(const Text& text) {
   std::size_t begin = 0, end = text.size();
@@ -108,6 +139,8 @@ double f1_characters(const std::string& answer, const std::string& reference) {
 KVLAB_PLUGIN(
     kvlab::metric<kvlab::FunctionMetric<first_integer>>("first_integer", "InfiniteBench: the first run of digits"),
     kvlab::metric<kvlab::FunctionMetric<word>>("word", "InfiniteBench's kv_retrieval: one of the answer's words"),
+    kvlab::metric<Name>("infinitebench_name",
+                        "InfiniteBench's longdialogue_qa: one of the answer's words, in capitals"),
     kvlab::metric<kvlab::FunctionMetric<f1_characters>>("f1_characters",
                                                         "InfiniteBench's longbook_qa_chn: F1 of the characters"),
     kvlab::metric<Choice>("infinitebench_choice", "InfiniteBench's longbook_choice: the letter or its text"))

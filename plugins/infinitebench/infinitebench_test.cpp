@@ -16,6 +16,14 @@ TEST_CASE("first_integer and word are InfiniteBench's rules") {
   CHECK(score("word", "ab-12", List{"ab-1"}) == 0);
 }
 
+TEST_CASE("infinitebench_name wants the first name as a word, in capitals") {
+  check_golden("infinitebench_name");
+  CHECK(score("infinitebench_name", "Is it \"Ann\"?", List{"ANN"}) == 1);
+  CHECK(score("infinitebench_name", "Anna", List{"ANN"}) == 0);
+  CHECK(score("infinitebench_name", "Ann", List{"Ann"}) == 0);  // the scorer's names are capitals
+  CHECK(score("infinitebench_name", "Ann", List{"BOB", "ANN"}) == 0);
+}
+
 TEST_CASE("infinitebench_choice takes the letter or its text") {
   check_golden("infinitebench_choice");
   CHECK(score("infinitebench_choice", "the answer is: Ann", List{"C", "Ann"}) == 1);

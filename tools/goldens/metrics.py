@@ -190,6 +190,10 @@ def infinitebench_word(answer, reference):
     return float(reference in re.sub("[\n:\"'.,?!{}]", " ", answer).split())
 
 
+def infinitebench_name(answer, references):
+    return float(references[0] in re.sub("[\n:\"'.,?!{}]", " ", answer).upper().split())
+
+
 def first_integer(answer, reference):
     found = re.search("[0-9]+", answer)
     return float((found[0] if found else "") == reference)
@@ -542,6 +546,13 @@ def keys():
     return [(a, [r]) for a in ("", "ab-1", '"ab-1".', "{x:ab-1}", "ab-12", "ab-1\u00a0y", "AB-1") for r in ("ab-1", "12")]
 
 
+def names():
+    answers = ["", "Ann", "ANN", "Is it 'ann'?", "{ann:bob}", "Anna", "Ann Lee", "ann\u00a0lee", "Bob, or Ann.", "Ren\u00e9e!", "stra\u00dfe",
+               "\u03bf\u03b4\u03cc\u03c2", "\u0131i", "z\u00ff", "\u01c6 \u01c5", "\u0436\u0456"]  # fmt: skip
+    return [(a, r) for a in answers for r in (["ANN"], ["ann"], ["BOB", "ANN"], ["REN\u00c9E"], ["STRASSE"], ["\u039f\u0394\u038c\u03a3"],
+                                              ["II"], ["Z\u0178"], ["\u01c4"], ["\u0416\u0406"])]  # fmt: skip
+
+
 def integers():
     return [(a, [r]) for a in ("", "12", "x12.5", "-12", "\uff11 12", "1 2") for r in ("12", "1")]
 
@@ -610,6 +621,7 @@ def cases():
         "last_integer": best(last_integer, run_values()),
         "infinitebench_option": [{"answer": a, "references": r, "score": infinitebench_option(a, r)} for a, r in options()],
         "word": best(infinitebench_word, keys()),
+        "infinitebench_name": [{"answer": a, "references": r, "score": infinitebench_name(a, r)} for a, r in names()],
         "first_integer": best(first_integer, integers()),
         "boxed": best(boxed, boxes()),
         "gsm8k": best(gsm8k, sums()),
