@@ -90,7 +90,7 @@ SETS = {
         "financial_qa",
         [{"id": "financial_qa-1-1", "input": "Who sails?", "answers": ["Ann"], "context": "Ann sails. Bob walks.", "source": "x"},
          {"id": "financial_qa-1-2", "input": "Who walks?", "answers": ["Bob"]}],
-        {"metric": "f1", "max_new_tokens": 512, "records": 2, "left_out": {"a judge grades them": 2}}),
+        {"metric": "longbench_f1", "max_new_tokens": 512, "records": 2, "left_out": {"a judge grades them": 2}}),
     "infinitebench": Fixture(
         {"longbook_choice_eng.jsonl": [{**INFINITE, "options": ["Bob", "Cid", "Ann", "Dee"], "answer": ["Ann"]}],
          "longbook_qa_eng.jsonl": [INFINITE],

@@ -20,13 +20,14 @@ QUESTION = "\n\nQuestion: {input}\nAnswer:"
 
 # name: (prompt, question, metric, what differs)
 CLOSED = {
-    "coursera": (SEVERAL, QUESTION, "exact", "L-Eval picks the letters out of a longer answer; here the first line is the answer."),
-    "quality": (EXAM, QUESTION, "choice", ""),
-    "topic_retrieval_longchat": (TALK, QUESTION, "contains", "L-Eval asks for an exact match."),
-    "tpo": (EXAM, QUESTION, "choice", ""),
-    "gsm100": (EXAMPLES, "\n\n{input}", "last_number", ""),
-    "codeU": (CODE, QUESTION, "contains", "L-Eval compares the answer's last words."),
-    "sci_fi": (STORY, QUESTION, "prefix", "L-Eval also asks for the truth outside of the story; that half is the field `fact`."),
+    "coursera": (SEVERAL, QUESTION, "leval_letters", ""),
+    "quality": (EXAM, QUESTION, "leval_choice", ""),
+    "topic_retrieval_longchat": (TALK, QUESTION, "leval_part", ""),
+    "tpo": (EXAM, QUESTION, "leval_choice", ""),
+    "gsm100": (EXAMPLES, "\n\n{input}", "leval_math", ""),
+    "codeU": (CODE, QUESTION, "leval_code", ""),
+    "sci_fi": (STORY, QUESTION, "leval_judgment",
+               "L-Eval also asks for the truth outside of the story; that half is the field `fact`."),
 }
 F1 = ("financial_qa", "legal_contract_qa", "multidoc_qa", "narrative_qa", "natural_question", "scientific_qa")
 ROUGE = ("gov_report_summ", "meeting_summ", "news_summ", "paper_assistant", "patent_summ", "review_summ", "tv_show_summ")
@@ -39,8 +40,8 @@ def task_of(name, prompt, question, metric, note=""):
 
 
 TASKS = {name: task_of(name, *rest) for name, rest in CLOSED.items()}
-TASKS |= {name: task_of(name, LONG, ASK, "f1") for name in F1} | {name: task_of(name, LONG, ASK, "rouge_l") for name in ROUGE}
-EVALUATION = {"f1": "f1", "rouge_l": "rouge"}  # metric -> L-Eval's word; the others are exams
+TASKS |= {name: task_of(name, LONG, ASK, "longbench_f1") for name in F1} | {name: task_of(name, LONG, ASK, "rouge_l") for name in ROUGE}
+EVALUATION = {"longbench_f1": "f1", "rouge_l": "rouge"}  # metric -> L-Eval's word; the others are exams
 
 
 def read(name, source, _options):

@@ -256,6 +256,76 @@ def infinitebench_option(answer, references):
     return 0.0
 
 
+# L-Eval, closed tasks
+
+
+def leval_part(answer, reference):
+    def bare(text):
+        text = "".join(c for c in text if c not in string.punctuation)
+        return " ".join(re.sub(r"\b(?:the|an|a)\b", " ", text).split())
+
+    def tight(text):
+        return text.replace(" ", "").lower()
+
+    own, right = bare(answer), bare(reference)
+    if not set(right) - set("ABCD"):
+        return 1.0 if own == right else 0.0 if set(own) - set(right) else 0.25
+    try:
+        return float(float(answer) == float(reference))
+    except ValueError:
+        return float(tight(reference) in tight(answer))
+
+
+def leval_options(reference):
+    return re.sub("[^A-D]", "", reference.split()[0]) or "A"
+
+
+def leval_choice(answer, reference):
+    if not answer.strip():
+        return 0.0
+    first = re.search("[A-D]", answer)
+    return leval_part(answer if answer in "ABCD" else first[0] if first else "A", leval_options(reference))
+
+
+def leval_letters(answer, reference):
+    if not answer.strip():
+        return 0.0
+    start = re.match("[A-D]*", answer)[0]
+    rest = answer[len(start) :].partition("Question")[0]
+    found = set(start) if len(start) > 1 else set(start) | set(re.findall(r"[A-D](?=[\s.)])", rest))
+    run = re.search("[A-D]+", rest)
+    letters = answer if answer in "ABCD" else "".join(sorted(found)) or (run[0] if run else "A")
+    return leval_part(letters, leval_options(reference))
+
+
+def leval_math(answer, reference):
+    def number(text):
+        found = re.search(r"The answer is (\S+)", text)
+        words = [found[1]] if found else [w for w in text.partition("\n\n")[0].split(" ") if re.search(r"\d", w)]
+        return re.sub(r"\D", "", words[-1].partition(".")[0]) if words else ""
+
+    return leval_part(number(answer), number(reference))
+
+
+def leval_code(answer, reference):
+    def output(text):
+        text = re.sub(r"[,'\\]", "", re.sub(r"\s+", " ", text)).replace(".0", "")
+        return text.replace("] [", "][").replace("[ [", "[[").replace("] ]", "]]")
+
+    text, most = output(answer), len(reference.split()) + 3
+    for filler in ("will be", "of the code", "is", "would be", "the value of", "the result of", "printed"):
+        text = "".join(text.split(filler))
+    _, there, rest = text.rpartition("the final output")
+    pieces = re.split(r"\s+", rest)
+    return leval_part(" ".join(pieces[:most] if there else pieces[-most:]), output(reference))
+
+
+def leval_judgment(answer, reference):
+    words = [w for w in answer.lower().partition("[fact:")[0].split() if "true" in w or "false" in w]
+    truth = "<error>" if not words else "true" if "true" in words[0] else "false"
+    return leval_part(truth, reference.lower())
+
+
 # Mathematics
 
 
@@ -396,6 +466,11 @@ def best(function, cases):
 
 def mean(function, cases):
     return [{"answer": a, "references": r, "score": sum(function(a, x) for x in r) / len(r)} for a, r in cases]
+
+
+def fewer(made):
+    """All that score, and every seventh of the others."""
+    return [case for i, case in enumerate(made) if case["score"] or i % 7 == 0]
 
 
 def with_params(made, **params):
@@ -553,6 +628,36 @@ def names():
                                               ["II"], ["Z\u0178"], ["\u01c4"], ["\u0416\u0406"])]  # fmt: skip
 
 
+def exam_letters():
+    answers = ["", " ", "A", "B.", "AB", "BC", "CA", "BD", "ABCD", "DCBA", "A, C", "A. and C.", "(B)", "The answer is D", "But C.", "none", "E",
+               "AA", "A\nC\n", "C Question: A. B.", "xBA", "xBAC, D", "xQuestion A", "B) or D)", "b", "\u00c9A", "A\u3000C\u3000", "A-C.", "\n"]  # fmt: skip
+    return [(a, [r]) for a in answers for r in ("A", "B", "C. text", "AC", "BA", "A,C", "ABD", "none")]
+
+
+def exam_sums():
+    answers = ["", "18", "The answer is 18.", "The answer is $1,800.50", "The answer is  7", "The answer is \n The answer is 5", "1 and 18\n\n19",
+               "18 apples\nor 7", "The answer is x", "so \uff11\uff18", "007", "1.8", "-18", "the answer is 7 of 18", "18\n7", ".18 x", "3.x18"]  # fmt: skip
+    return [(a, [r]) for a in answers for r in ("18", "The answer is 1800.", "7", "#### 18", "1", "none")]
+
+
+def exam_outputs():
+    answers = ["", "5", "5.0", "The output is 5", "the final output is 5 , or", "the value of the code is [1, 2, 3]", "[ [1, 2] [3] ]", "'ab'", "ab cd",
+               "5 and more words than there may be", "the final output the final output 7 8 9 10 11 12 5", "one two 5 three four", " 5 one two three",
+               "one two three 5 ", "5 one two three ", "\n5\n", "this", "True", "1e1", "inf", "nan", "+5", "a.0b", "\uff15", "5\u00a0is", "printed5 a b"]  # fmt: skip
+    return [(a, [r]) for a in answers for r in ("5", "5.0", "[1, 2, 3]", "[[1, 2], [3]]", "ab", "10", "nan", "this is", "AB")]
+
+
+def judgments():
+    answers = ["", "True", "false.", "It is TRUE, not false", "untrue", "maybe [fact: True]", "False [fact: True]", "falsetrue", "t rue"]
+    return [(a, [r]) for a in answers for r in ("True", "False", "true ")]
+
+
+def topics():
+    made = [("The topic is the history of  tea.", ["The history of tea"]), ("TEA", ["tea "]), ("5", ["5.0"]), ("5", ["5 cups"]), ("a A", ["A"]),
+            ("A, B", ["AB"]), ("", ["B"]), ("the", ["a"]), ("the B", ["A B"]), ("thea B", ["B"]), ("+1", ["1"]), ("x\ny", ["x y"])]  # fmt: skip
+    return made + nasty(12)
+
+
 def integers():
     return [(a, [r]) for a in ("", "12", "x12.5", "-12", "\uff11 12", "1 2") for r in ("12", "1")]
 
@@ -612,7 +717,7 @@ def cases():
         "prefix": best(prefix, folds()),
         "choice": best(choice, letters()),
         "longbench_v2_choice": best(longbench_v2_choice, choices()),
-        "gpqa_choice": best(gpqa_choice, bracketed()),
+        "gpqa_choice": fewer(best(gpqa_choice, bracketed())),
         "infinitebench_choice": [{"answer": a, "references": r, "score": infinitebench_choice(a, r)} for a, r in books()],
         "choice_pro": best(choice_pro, ten_choices()),
         "f1_characters": best(f1_characters, chinese_texts()),
@@ -620,8 +725,14 @@ def cases():
         "first_number": best(first_number, found_numbers()),
         "last_integer": best(last_integer, run_values()),
         "infinitebench_option": [{"answer": a, "references": r, "score": infinitebench_option(a, r)} for a, r in options()],
+        "leval_choice": fewer(best(leval_choice, exam_letters())),
+        "leval_letters": fewer(best(leval_letters, exam_letters())),
+        "leval_math": fewer(best(leval_math, exam_sums())),
+        "leval_code": fewer(best(leval_code, exam_outputs())),
+        "leval_judgment": best(leval_judgment, judgments()),
+        "leval_part": best(leval_part, topics()),
         "word": best(infinitebench_word, keys()),
-        "infinitebench_name": [{"answer": a, "references": r, "score": infinitebench_name(a, r)} for a, r in names()],
+        "infinitebench_name": fewer([{"answer": a, "references": r, "score": infinitebench_name(a, r)} for a, r in names()]),
         "first_integer": best(first_integer, integers()),
         "boxed": best(boxed, boxes()),
         "gsm8k": best(gsm8k, sums()),
@@ -630,7 +741,7 @@ def cases():
 
 
 def main():
-    lines = [f'"{name}": [\n' + ",\n".join(json.dumps(c) for c in made) + "\n]" for name, made in cases().items()]
+    lines = [f'"{name}": [\n' + ",\n".join(json.dumps(c, separators=(",", ":")) for c in made) + "\n]" for name, made in cases().items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
     if "--check" in sys.argv:
         sys.exit(text != FILE.read_text())
