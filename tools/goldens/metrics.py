@@ -1,10 +1,11 @@
 """Writes core/test/golden/metrics.json: answers, references and the scores that the public scorers give them.
 
     pip install rouge==1.0.1 rouge-score==0.1.2 python-Levenshtein
-    python tools/goldens/metrics.py [--check]
+    python tools/goldens/metrics.py [--check | --against DIR]
 
 ROUGE and a ratio of code come from these packages, the other ratio from difflib. Everything else is written here from the
-scorers' definitions, with Python's own str and re. Random cases have seed 1.
+scorers' definitions, with Python's own str and re. --against compares the file with the scorers themselves, where DIR has
+checkouts of them (public_scorers.py). Random cases have seed 1.
 """
 
 import json
@@ -19,6 +20,8 @@ from pathlib import Path
 import Levenshtein
 from rouge import Rouge
 from rouge_score.rouge_scorer import RougeScorer
+
+import public_scorers
 
 FILE = Path(__file__).parents[2] / "core/test/golden/metrics.json"
 
@@ -741,6 +744,9 @@ def cases():
 
 
 def main():
+    if "--against" in sys.argv:
+        same = public_scorers.compare(json.loads(FILE.read_text()), sys.argv[sys.argv.index("--against") + 1])
+        sys.exit(not same)
     lines = [f'"{name}": [\n' + ",\n".join(json.dumps(c, separators=(",", ":")) for c in made) + "\n]" for name, made in cases().items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
     if "--check" in sys.argv:
