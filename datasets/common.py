@@ -5,6 +5,7 @@ A converter has a DataSet `SET`. Its `read` yields records, one dict each, made 
 
 import dataclasses
 import importlib.util
+import math
 from pathlib import Path
 
 from sources import DataError
@@ -59,7 +60,8 @@ def field(value, name, place, kind=str, blank=False):
     out = value[name]
     wanted = {str: "text", int: "an integer", list: "a list of texts", dict: "an object"}[kind]
     if kind is list and isinstance(out, (list, tuple)):
-        if not all(isinstance(v, (str, int, float)) and not isinstance(v, bool) for v in out):
+        if not all(isinstance(v, (str, int, float)) and not isinstance(v, bool) and math.isfinite(0 if isinstance(v, str) else v)
+                   for v in out):
             raise DataError(place, f"got something else than texts in '{name}', wanted {wanted}")
         out = [str(v) for v in out]
     if not isinstance(out, kind) or isinstance(out, bool):
@@ -67,6 +69,17 @@ def field(value, name, place, kind=str, blank=False):
     if not blank and (not out.strip() if kind is str else kind is not int and not out):
         raise DataError(place, f"got an empty '{name}', wanted {wanted}")
     return out
+
+
+def name_of(value, name, place):
+    """The record's own name: a text or an integer."""
+    return field(value, name, place, int if type(value.get(name)) is int else str)
+
+
+def right_once(options, right, place):
+    """Refuses a question whose right option is there a second time: two letters would be right, and one would count."""
+    if options.count(right) > 1:
+        raise DataError(place, f"got the right option '{right}' {options.count(right)} times, wanted it once")
 
 
 def choices(value, names, place):

@@ -14,7 +14,6 @@ given, and the message names file and record.
 
 import argparse
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -35,7 +34,7 @@ def selected(dataset, source, wanted):
             raise DataError("", f"got --task {name}, wanted one of: {', '.join(tasks)}")
     if wanted:
         return {name: tasks[name] for name in wanted}, []
-    there = {n: t for n, t in tasks.items() if not t.files or any(source.matching(re.escape(f)) for f in t.files)}
+    there = {n: t for n, t in tasks.items() if not t.files or source.find(*t.files)}
     if not there:
         raise DataError(source.path, f"got no file of {dataset.title}, wanted {source.wanted}")
     return there, [name for name in tasks if name not in there]

@@ -18,6 +18,10 @@ class DataError(Exception):
         super().__init__(f"{place}: {message}" if place else message)
 
 
+def no_number(text):
+    raise ValueError(f"{text} is no number of JSON")
+
+
 class Source:
     """The files of a folder or of a ZIP archive, by their path inside it. Remembers the hashes of those that were read."""
 
@@ -39,9 +43,9 @@ class Source:
         return [n for n in self.names if re.search(rf"(^|/){pattern}$", n)]
 
     def find(self, *names):
-        """The one file of any of these names. None: there is none."""
+        """The one file of any of these names, or of its packed form NAME.gz. None: there is none."""
         for name in names:
-            found = self.matching(re.escape(name))
+            found = self.matching(re.escape(name)) or self.matching(re.escape(name) + r"\.gz")
             if len(found) > 1:
                 raise DataError(self.path, f"got {name} {len(found)} times ({', '.join(found)}), wanted it once")
             if found:
@@ -121,7 +125,7 @@ class Source:
     @staticmethod
     def _parse(text, place):
         try:
-            return json.loads(text)
+            return json.loads(text, parse_constant=no_number)
         except (ValueError, RecursionError) as error:
             raise DataError(place, f"got text that is no JSON ({error}), wanted one whole JSON value") from None
 

@@ -4,6 +4,7 @@ Usage: test_convert.py
 """
 
 import contextlib
+import gzip
 import hashlib
 import io
 import json
@@ -210,6 +211,15 @@ class Details(Folder):
                 if task == "math_find":
                     self.assertTrue(whole.startswith("What is the smallest number in the following list?\n\nAnn is keen.\n\n"))
 
+    def test_a_record_is_named_by_a_text_or_an_integer(self):
+        files = {"multifieldqa_en.jsonl": [fixtures.longbench(_id=7), fixtures.longbench(_id="8")]}
+        self.assertEqual(self.converted("longbench", files=files)[0], 0)
+        self.assertEqual([r["id"] for r in read(self.out / "multifieldqa_en.jsonl")[1]], ["7", "8"])
+
+    def test_infinitebench_values_in_a_list_of_one_list(self):
+        self.assertEqual(self.converted("infinitebench", files={"math_calc.jsonl": [{**fixtures.INFINITE, "answer": [[1, 3]]}]})[0], 0)
+        self.assertEqual(read(self.out / "math_calc.jsonl")[1][0]["answers"], ["[1, 3]"])
+
     def test_ruler_takes_the_opening_from_its_own_field_or_the_prompt(self):
         _, records = self.records("ruler", "niah_single_1_8192")
         self.assertEqual(records[0]["opening"], fixtures.RULER_OPENING)
@@ -247,7 +257,7 @@ class Details(Folder):
                 self.assertEqual(sorted(line[4:] for line in lines), ["leaf", "rose", "sea", "sky"])
             return [r["answers"][0] for r in records]
         head, row = fixtures.GPQA.split("\n")[:2]
-        rows = [row.replace("red", f"red {i}") for i in range(40)]
+        rows = [row.replace("red", f"red {i}").replace("r1", f"r{i}") for i in range(40)]
         found = letters("\n".join([head, *rows]))
         self.assertEqual(set(found), set("ABCD"))
         self.assertEqual(letters("\n".join([head, *reversed(rows)])), found[::-1])
@@ -340,6 +350,18 @@ class Files(Folder):
                 self.out = Path(folder) / "again"
                 self.assertEqual(self.converted(name, source=archive)[0], 0)
                 self.assertEqual({p.name: p.read_bytes() for p in self.out.iterdir()}, first)
+
+    def test_a_packed_file_is_found_by_its_name(self):
+        for name in ("longbench", "longbench_v2", "infinitebench", "ruler", "gsm8k", "gpqa", "mmlu"):
+            with self.subTest(name), tempfile.TemporaryDirectory() as folder:
+                self.source, self.out = Path(folder) / "source", Path(folder) / "out"
+                self.converted(name)
+                plain = {p.name: read(p)[1] for p in self.out.glob("*.jsonl")}
+                packed = {f"{path}.gz": gzip.compress(content(value)) for path, value in fixtures.SETS[name].files.items()}
+                self.source, self.out = Path(folder) / "packed", Path(folder) / "again"
+                code, said = self.converted(name, files=packed)
+                self.assertEqual(code, 0, said)
+                self.assertEqual({p.name: read(p)[1] for p in self.out.glob("*.jsonl")}, plain)
 
     def test_hashes(self):
         self.converted("longbench")

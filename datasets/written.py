@@ -63,9 +63,13 @@ def header_of(dataset, name, task, source, count, sha256):
 def write_task(dataset, name, task, source, options, path):
     """Converts one task to `path`. Returns the number of records. The old file stays until the new one is whole."""
     source.read, source.left_out = {}, {}
-    count, digest, last = 0, hashlib.sha256(), time.monotonic()
+    count, digest, last, ids = 0, hashlib.sha256(), time.monotonic(), set()
     with tempfile.TemporaryFile() as body:
         for value in dataset.read(name, source, options):
+            if value["id"] in ids:
+                raise DataError(f"{dataset.name} {name}: record {count + 1}",
+                                f"got the id '{value['id']}' of an earlier record, wanted an id of its own")
+            ids.add(value["id"])
             try:
                 line = line_of(value).encode("utf-8")
             except UnicodeEncodeError:

@@ -5,7 +5,7 @@ answers those of src/eval_utils.py: MIT licence, copyright (c) 2023 OpenBMB.
 import json
 import re
 
-from common import DataError, DataSet, asked, field, letter, record
+from common import DataError, DataSet, asked, field, letter, name_of, record, right_once
 
 HIDDEN = "There is an important info hidden inside a lot of irrelevant text. Find it{}. I will quiz you about the important " \
          "information there.\n\n{{context}}\n\n{{input}}\n\n{}"
@@ -45,6 +45,7 @@ def task_of(name):
 
 def right_letter(answers, options, place):
     """The letter of the right option. The files give its text, or its text and the letter."""
+    right_once(options, answers[0], place)
     if answers[0] in options:
         return letter(options.index(answers[0]))
     given = [a for a in answers if a in ("A", "B", "C", "D")]
@@ -76,6 +77,8 @@ def more_fields(name, value, place):
 def read(name, source, _options):
     for place, value in source.records(source.need(f"{name}.jsonl")):
         answers = value.get("answer")
+        if name == "math_calc" and isinstance(answers, list) and len(answers) == 1 and isinstance(answers[0], list):
+            answers = answers[0]
         answers = field({"answer": answers if isinstance(answers, list) else [answers]}, "answer", place, list)
         more = more_fields(name, value, place)
         if name in FOUR:
@@ -86,8 +89,8 @@ def read(name, source, _options):
                 raise DataError(place, f"got the answer {answers}, wanted integers")
             answers = [json.dumps([int(a) for a in answers])]
         context = value.get("context", value.get("content"))
-        yield record(place, field(value, "id", place, int) if isinstance(value.get("id"), int) else field(value, "id", place),
-                     field(value, "input", place, blank=True), answers, field({"context": context}, "context", place), **more)
+        yield record(place, name_of(value, "id", place), field(value, "input", place, blank=True), answers,
+                     field({"context": context}, "context", place), **more)
 
 
 SET = DataSet(

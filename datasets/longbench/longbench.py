@@ -2,7 +2,7 @@
 longest answers those of dataset2maxlen.json: MIT licence, copyright (c) 2023 THU-KEG & Zhipu AI.
 """
 
-from common import DataError, DataSet, asked, field, record
+from common import DataError, DataSet, asked, field, name_of, record
 
 PASSAGES = ("Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
             "The following are given passages.\n{context}\n\n"
@@ -87,7 +87,7 @@ def read(name, source, _options):
         more = {"all_classes": classes} if classes else {}
         if isinstance(value.get("length"), int):
             more["length"] = value["length"]
-        yield record(place, field(value, "_id", place), field(value, "input", place, blank=True),
+        yield record(place, name_of(value, "_id", place), field(value, "input", place, blank=True),
                      field(value, "answers", place, list), field(value, "context", place), **more)
 
 

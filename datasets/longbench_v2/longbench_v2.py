@@ -2,7 +2,7 @@
 (c) 2023 THU-KEG & Zhipu AI.
 """
 
-from common import DataError, DataSet, asked, choices, field, record
+from common import DataError, DataSet, asked, choices, field, name_of, record
 
 TEMPLATE = ("Please read the following text and answer the question below.\n\n<text>\n{context}\n</text>\n\n"
             "What is the correct answer to this question: {input}\nChoices:\n(A) {choice_A}\n(B) {choice_B}\n(C) {choice_C}\n"
@@ -29,7 +29,7 @@ def read(name, source, _options):
             why = "other lengths" if name in LENGTHS else "other difficulties"
             source.left_out[why] = source.left_out.get(why, 0) + 1
             continue
-        yield record(place, field(value, "_id", place), field(value, "question", place).strip(), [answer],
+        yield record(place, name_of(value, "_id", place), field(value, "question", place).strip(), [answer],
                      field(value, "context", place).strip(), **dict(zip(CHOICES, choices(value, CHOICES, place))),
                      **{key: field(value, key, place) for key in ("domain", "sub_domain", "difficulty", "length")})
 

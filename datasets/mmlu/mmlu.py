@@ -50,11 +50,11 @@ def shots(source, subject, count):
 def read(_name, source, given):
     if given.shots < 0:
         raise DataError("", f"got --shots {given.shots}, wanted 0 or more")
-    names = source.matching(r"[a-z_]+_test\.csv")
+    names = source.matching(r"[a-z_]+_test\.csv(\.gz)?")
     if not names:
         raise DataError(source.path, f"got no SUBJECT_test.csv, wanted {source.wanted}")
     for name in names:
-        subject = name.rsplit("/", 1)[-1].removesuffix("_test.csv")
+        subject = name.rsplit("/", 1)[-1].removesuffix(".gz").removesuffix("_test.csv")
         context = shots(source, subject, given.shots)
         for number, (place, question, choices, answer) in enumerate(rows(source, name), 1):
             yield record(place, f"{subject}-{number}", asked_as(question, choices), [answer], context, subject=subject)

@@ -23,7 +23,7 @@ def find_tasks(source):
     """A task for each file. The name has the length that stands in front of it: 4096/niah_single_1 or 4096_niah_single_1."""
     tasks = {}
     for path in source.names:
-        found = re.fullmatch(rf"(?:.*[/_])?({'|'.join(TABLE)})(?:/(?:validation|test))?\.jsonl", path)
+        found = re.fullmatch(rf"(?:.*[/_])?({'|'.join(TABLE)})(?:/(?:validation|test))?\.jsonl(?:\.gz)?", path)
         if not found:
             continue
         length = re.findall(r"(?<![0-9])([0-9]{3,7})(?![0-9])", path[:found.start(1)])
