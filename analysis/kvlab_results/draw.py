@@ -35,7 +35,7 @@ def names(axes, texts):
                 xytext=(-4 if left else 4, 3),
                 ha="right" if left else "left",
                 textcoords="offset points",
-                fontsize=8,
+                fontsize=style.SMALL,
                 color=style.MUTED,
             )
 
@@ -103,7 +103,7 @@ def heat(axes, values, low, high, unit, show=False):
         for (row, column), value in np.ndenumerate(values):
             if not np.ma.is_masked(value):
                 axes.text(
-                    column, row, f"{value:.2g}", ha="center", va="center", fontsize=8, color=_text_colour(norm, value)
+                    column, row, f"{value:.2g}", ha="center", va="center", fontsize=style.SMALL, color=_text_colour(norm, value)
                 )
     bar = axes.figure.colorbar(
         mesh,
@@ -137,7 +137,7 @@ def classes(axes, values, letters, colours):
     if columns <= 16:
         for (row, column), value in np.ndenumerate(known):
             if not np.ma.is_masked(value):
-                axes.text(column, row, letters[int(value)], ha="center", va="center", fontsize=8, color=style.SURFACE)
+                axes.text(column, row, letters[int(value)], ha="center", va="center", fontsize=style.SMALL, color=style.SURFACE)
     whole_numbers(axes, "KV head")
 
 

@@ -144,7 +144,7 @@ def _curves_panel(title, groups, unit, by):
             means = np.nanmean(values, axis=0)
             axes.plot(x, means, its.mark, color=its.colour, linestyle="-", label=name)
         axes.xaxis.set_major_locator(draw.MaxNLocator(integer=True))
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=draw.style.SMALL)
         draw.frame(axes, by, "overlap" if "RCO" in unit else unit.split(" ")[0])
 
     steps = next(iter(groups.values())).shape[1]

@@ -18,7 +18,7 @@ a{color:var(--link)}p,ul,dl{margin:.5rem 0;max-width:60rem}
 nav ul{columns:16rem;padding-left:1.2rem}
 .grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,21rem),1fr));gap:1.2rem 1.5rem}
 .grid>*{min-width:0}
-figure{margin:0}figure svg{display:block;width:100%;max-width:30rem;height:auto}
+figure{margin:0}figure svg{display:block;width:100%;max-width:28rem;height:auto}
 figure svg *{stroke-linejoin:round;stroke-linecap:butt}
 figure svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 figcaption{font-weight:600;font-size:.92rem;margin-bottom:.2rem}

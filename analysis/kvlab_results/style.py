@@ -109,6 +109,8 @@ def styles(policies):
     return found
 
 
+SMALL = 8.7  # of 248 units across, 10 CSS pixels or more on a page 320 wide
+
 _SETTINGS = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -123,8 +125,8 @@ _SETTINGS = {
     "ytick.color": MUTED,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
+    "xtick.labelsize": SMALL,
+    "ytick.labelsize": SMALL,
     "grid.color": GRID,
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
@@ -139,7 +141,7 @@ _SETTINGS = {
     "axes.unicode_minus": True,
 }
 
-WIDTH = 3.75  # inches: 360 CSS pixels, a phone's width
+WIDTH = 3.45  # inches: 248 units of an SVG, 331 CSS pixels, a phone's width
 
 
 def figure_svg(draw, name, title, height=2.7):
