@@ -263,6 +263,34 @@ void check_heads(OnCache& x) {
       });
 }
 
+// Some tokens of each head. Pages of the others have no frame, which a read would show.
+void check_range(OnCache& x, const KvRows& plain, const KvRows& there) {
+  const std::int64_t rows = x.c.rows(), heads = x.c.kv_heads();
+  const int p = x.kv.page_size;
+  std::vector<std::int32_t> first, count;
+  const std::int64_t entries = x.kv.table.extent[0] * x.kv.table.extent[1] * x.kv.table.extent[2];
+  std::vector<PageEntry> table(x.kv.table.data, x.kv.table.data + entries);
+  const bool by_rank = x.kv.rope == RopeRegime::cache_relative;  // ranks come from the positions of all tokens
+  for (int r = 0; r < x.kv.rows; ++r)
+    for (int h = 0; h < x.kv.kv_heads; ++h) {
+      const int n = x.kv.tokens(r, h), from = static_cast<int>(x.c.rng() % static_cast<unsigned>(n + 1));
+      const int most = static_cast<int>(x.c.rng() % static_cast<unsigned>(n - from + 1));
+      first.push_back(from), count.push_back(most);
+      for (int page = 0; !by_rank && page < x.kv.pages(r, h); ++page)
+        if (most == 0 || (page + 1) * p <= from || page * p >= from + most)
+          table[static_cast<std::size_t>(&x.kv.entry(r, h, page) - x.kv.table.data)].frame = null_frame;
+    }
+  const TokenRange range{View<const std::int32_t, 2>::dense(first.data(), {rows, heads}),
+                         View<const std::int32_t, 2>::dense(count.data(), {rows, heads})};
+  const TokenRange range_there{x.place.put(range.first), x.place.put(range.count)};
+  PagedKv some = *there.kv;
+  some.table = x.place.put(View<const PageEntry, 3>::dense(table.data(), x.kv.table.extent));
+  x.same<4>(
+      "read_range", Guarded<4>({rows, heads, x.c.room(), x.kv.head_dim}).view(), 2e-6,
+      [&](View<float, 4> out) { ops::read_range({&some, there.side}, range_there, out, x.stream()); },
+      [&](View<float, 4> out) { ops::read_range_reference(plain, range, out); });
+}
+
 void check_rows(OnCache& x) {
   const std::int64_t rows = x.c.rows(), room = x.c.room(), dim = x.kv.head_dim;
   const Stream s = x.stream();
@@ -273,6 +301,7 @@ void check_rows(OnCache& x) {
         "read_rows", Guarded<4>({rows, x.c.kv_heads(), room, dim}).view(), 2e-6,
         [&](View<float, 4> out) { ops::read_rows(there, out, s); },
         [&](View<float, 4> out) { ops::read_rows_reference(plain, out); });
+    check_range(x, plain, there);
     x.same<3>(
         "normalised_mean", Guarded<3>({rows, x.c.kv_heads(), dim}).view(), 2e-6,
         [&](View<float, 3> out) { ops::normalised_mean(there, out, s); },

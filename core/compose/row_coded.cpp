@@ -1,9 +1,10 @@
 #include "compose/row_coded.hpp"
 
 #include <kvlab/error.hpp>
-#include <kvlab/ops.hpp>
+#include <kvlab/rewrite.hpp>
 #include <kvlab/row_codec.hpp>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -69,12 +70,24 @@ class RowCoded final : public KeepingPolicy {
       }
       if (!any) continue;
       const bool key = side == KvSide::key;
+      std::int64_t most = 0;
+      for (const Range& r : ranges_) most = std::max(most, r.count());
       const auto rows = kv.scratch<float>(key ? "rows of keys" : "rows of values",
-                                          {kv.rows(), kv.kv_heads(), kv.max_length, kv.pages.head_dim});
-      ops::read_rows(key ? kv.keys : kv.values, rows, s);
+                                          {kv.rows(), kv.kv_heads(), most, kv.pages.head_dim});
+      const TokenRange range{numbers(kv, key ? "first keys" : "first values", [](const Range& r) { return r.first; }),
+                             numbers(kv, key ? "keys" : "values", [](const Range& r) { return r.end - r.first; })};
+      ops::read_range(key ? kv.keys : kv.values, range, rows, s);
       pass(side, rows, s);
-      edits.rewrite(side, rows);
+      edits.rewrite(side, rows, range);
     }
+  }
+
+  // of(range) for each head of each row, where ops read it.
+  template <class Of>
+  View<const std::int32_t, 2> numbers(const LayerKv& kv, const char* tag, const Of& of) {
+    of_heads_.clear();
+    for (const Range& r : ranges_) of_heads_.insert(of_heads_.end(), static_cast<std::size_t>(kv.kv_heads()), of(r));
+    return kv.upload_heads(tag, of_heads_.data());
   }
 
   // Brings the rows to the host, and what their codes give back to their places.
@@ -87,7 +100,7 @@ class RowCoded final : public KeepingPolicy {
       float* at = numbers_.data();
       for (std::size_t row = 0; row < ranges_.size(); ++row)
         for (std::int64_t head = 0; head < heads && ranges_[row].count() > 0; ++head) {
-          with(at, &rows(static_cast<std::int64_t>(row), head, ranges_[row].first, 0), ranges_[row].count());
+          with(at, &rows(static_cast<std::int64_t>(row), head, 0, 0), ranges_[row].count());
           at += ranges_[row].count() * dim;
         }
     };
@@ -106,6 +119,7 @@ class RowCoded final : public KeepingPolicy {
   std::vector<int> before_;     // [row] tokens that a sequence held before this prompt or step
   std::vector<Range> ranges_;   // [row]
   std::vector<float> numbers_;  // [row, head, token, head_dim] of the ranges
+  std::vector<std::int32_t> of_heads_;  // [row, head]
 };
 
 }  // namespace

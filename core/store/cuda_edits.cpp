@@ -87,7 +87,8 @@ Applied CudaStore::rewrite_rows(const Edit& e, const std::vector<std::int32_t>& 
   if (slots.empty()) return {Fit::ok, -1};
   settle();
   stale_ = true;
-  const CudaStoreRewrite a{{rows_of(slots), static_cast<int>(slots.size())}, e.side == KvSide::key, e.rows, ++edit_};
+  const CudaStoreRewrite a{
+      {rows_of(slots), static_cast<int>(slots.size())}, e.side == KvSide::key, e.rows, e.range, ++edit_};
   only_on_cuda<cuda_store::rewrite>(layer(e.layer), a, stream_);
   return {Fit::ok, -1};
 }

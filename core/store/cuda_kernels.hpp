@@ -113,7 +113,8 @@ struct CudaStoreSurplus : CudaStoreRows {
 
 struct CudaStoreRewrite : CudaStoreRows {
   bool key = true;
-  View<const float, 4> values;  // [row, kv_head, token, head_dim] keys or values
+  View<const float, 4> values;  // [row, kv_head, token of the range, head_dim] keys or values
+  TokenRange range;
   unsigned long long edit = 0;
 };
 

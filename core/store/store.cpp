@@ -479,9 +479,25 @@ void Store::check_rewrite(const Edit& e, const std::vector<std::int32_t>& slots)
   if (!options_.functional && e.side != KvSide::key)
     bad(e, "got a rewrite of values from a policy with Needs::rebuilds_keys, wanted keys alone");
   const auto& extent = e.rows.extent;
-  if (extent[0] < std::ssize(slots) || extent[1] < s.kv_heads || extent[2] < max_length(e.layer, slots) ||
-      extent[3] != s.head_dim || e.rows.stride[3] != 1)
-    bad(e, "got rows of another shape, wanted [row, kv_head, token, head_dim] with every token, head_dim contiguous");
+  if (extent[0] < std::ssize(slots) || extent[1] < s.kv_heads ||
+      (!e.range && extent[2] < max_length(e.layer, slots)) || extent[3] != s.head_dim || e.rows.stride[3] != 1)
+    bad(e,
+        "got rows of another shape, wanted [row, kv_head, token, head_dim] with every token of the range, head_dim "
+        "contiguous");
+  if (!e.range) return;
+  for (const auto& numbers : {e.range.first, e.range.count})
+    if (!numbers || numbers.extent[0] < std::ssize(slots) || numbers.extent[1] < s.kv_heads)
+      bad(e, "got a range of fewer rows or heads than the callback has, wanted [row, kv_head]");
+  if (stream_.device() != Device::cpu) return;
+  for (std::size_t row = 0; row < slots.size(); ++row)
+    for (int head = 0; head < s.kv_heads; ++head) {
+      const auto r = static_cast<std::int64_t>(row);
+      const int n = length(e.layer, slots[row], head);
+      if (!e.range.fits(r, head, n) || e.range.count(r, head) > extent[2])
+        bad(e, "got a range of " + std::to_string(e.range.count(r, head)) + " tokens from place " +
+                   std::to_string(e.range.first(r, head)) + ", wanted places below " + std::to_string(n) +
+                   " and at most " + std::to_string(extent[2]) + ", the tokens of the rows");
+    }
 }
 
 void Store::check_archiving(const Edit& e) const {

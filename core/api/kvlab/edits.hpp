@@ -91,6 +91,7 @@ struct Edit {
   Levels levels;              // store_as, which has no list
   KvSide side = KvSide::key;  // rewrite, which has no list
   View<const float, 4> rows;
+  TokenRange range;
 };
 
 // How Edits::place works.
@@ -196,14 +197,17 @@ class Edits {
   // Errc::plugin too. With next_attention the tokens travel beside the rest of the step. Until it ends, ops may read
   // the tokens before or those after.
   void fetch(const TokenList& places, const Fetching& how) { push(Edit::fetch, places, how.when).heads = how.heads; }
-  // At once: every token of every head gets the key or value that `rows` has at its place, in the cache's dtype. rows:
-  // [row, kv_head, token, head_dim], as ops::read_rows gives them. A row that stays keeps its bits. Positions and token
-  // state stay, summaries follow, copies on the host are freed. Every page must be on the device. prefill(),
-  // finish_prompt() and, without capturable, observe() may; else Errc::plugin. Needs functional or rebuilds_keys.
-  void rewrite(KvSide side, View<const float, 4> rows) {
+  // At once: the tokens of `range` get the keys or values of `rows`, in the cache's dtype. rows: [row, kv_head, i,
+  // head_dim], where i = 0 is the range's first token, as ops::read_range gives them. Without a range it is every token
+  // of every head, as ops::read_rows gives them. A row that stays keeps its bits, and one outside is neither read nor
+  // written. Positions and token state stay. Summaries of pages that change follow, and their copies on the host are
+  // freed. Pages of the range must be on the device. prefill(), finish_prompt() and, without capturable, observe() may;
+  // else Errc::plugin. Needs functional or rebuilds_keys.
+  void rewrite(KvSide side, View<const float, 4> rows, const TokenRange& range = {}) {
     Edit& e = push(Edit::rewrite, {}, {});
     e.side = side;
     e.rows = rows;
+    e.range = range;
   }
 
   // Sets the layer of the next edits, for Policy::finish_step, which works on all layers, and for finish_prompt.

@@ -301,6 +301,30 @@ struct MadeUpTokens {
   explicit operator bool() const { return weights.data != nullptr; }
 };
 
+// Of each KV head the `count` tokens from the place `first` on. Both are [row, kv_head] memory of the stream's device;
+// empty = all tokens. A range that leaves the head is Errc::internal or Errc::plugin on the CPU. On a GPU only what is
+// inside counts.
+struct TokenRange {
+  View<const std::int32_t, 2> first, count;
+
+  explicit operator bool() const { return first.data != nullptr; }
+  // The places [begin, end) of a head of so many tokens.
+  constexpr int begin(std::int64_t row, std::int64_t head, int tokens) const {
+    const int from = first.data ? first(row, head) : 0;
+    return from < 0 ? 0 : from < tokens ? from : tokens;
+  }
+  constexpr int end(std::int64_t row, std::int64_t head, int tokens) const {
+    const int from = begin(row, head, tokens), most = tokens - from, n = first.data ? count(row, head) : most;
+    return from + (n < 0 ? 0 : n < most ? n : most);
+  }
+  // Whether it lies in a head of so many tokens. Host memory.
+  constexpr bool fits(std::int64_t row, std::int64_t head, int tokens) const {
+    if (!first.data) return true;
+    const int from = first(row, head), n = count(row, head);
+    return from >= 0 && n >= 0 && from <= tokens && n <= tokens - from;
+  }
+};
+
 // Tokens (or the page) that are kept or attended to whatever their score.
 struct Pins {
   int first = 0, last = 0;   // tokens by text position: sinks and the recent window

@@ -20,6 +20,7 @@ void logarithm_reference(Scores x, float add);
 void combine_reference(Scores out, View<const float, 3> in, Combine rule, float factor);
 void softmax_reference(const PagedKv& kv, Scores scores, float temperature);
 void read_rows_reference(const KvRows& rows, View<float, 4> out);
+void read_range_reference(const KvRows& rows, const TokenRange& range, View<float, 4> out);
 void row_dot_reference(const KvRows& rows, View<const float, 3> vectors, bool cosine, Scores out);
 void listed_row_dot_reference(const KvRows& rows, View<const float, 3> vectors, const PageList& pages, int bits,
                               Scores out);

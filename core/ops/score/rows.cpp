@@ -1,5 +1,6 @@
 // Cached keys or values as f32 rows, and their products with vectors and matrices.
 #include <kvlab/ops.hpp>
+#include <kvlab/rewrite.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -15,17 +16,19 @@ namespace {
 
 constexpr int block_tokens = 128;  // tokens decoded at once
 
-// Calls visit(place, rows, count) for runs of a head's decoded rows, in order: of all its pages, or of listed ones.
-// Keys are as attention reads them.
+// Calls visit(place, rows, count) for runs of a head's decoded rows, in order: of all its pages, of listed ones, or of
+// those that the places [begin, end) are in. Keys are as attention reads them.
 template <class Visit>
 void for_rows(const KvRows& rows, int row, int head, const HeadRanks& ranks, const Visit& visit,
-              const PageList* listed = nullptr) {
+              const PageList* listed = nullptr, int begin = 0, int end = -1) {
   thread_local TokenRows tokens;
   const PagedKv& kv = *rows.kv;
-  const int pages = listed ? listed->count(listed->at(row), head) : kv.pages(row, head);
+  const int pages = listed    ? listed->count(listed->at(row), head)
+                    : end < 0 ? kv.pages(row, head)
+                              : (end + kv.page_size - 1) / kv.page_size;
   const int block = listed ? 1 : std::max(1, block_tokens / kv.page_size);
   const std::int32_t* rank = rows.side == KvSide::key ? ranks.of(row, head) : nullptr;
-  for (int p = 0; p < pages; p += block) {
+  for (int p = begin / kv.page_size; p < pages; p += block) {
     const int first = listed ? listed->index(listed->at(row), head, p) : p;
     tokens.gather(kv, row, head, rows.side, nullptr, first, std::min(block, pages - p));
     const float* x = rank ? tokens.rotate(kv, rank, *ranks.rope()) : tokens.decode(kv.head_dim);
@@ -148,6 +151,44 @@ void read_rows(const KvRows& rows, View<float, 4> out, Stream s) {
         for (int t = 0; t < count; ++t)
           std::copy_n(x + std::int64_t{t} * kv.head_dim, kv.head_dim, &out(r, h, place + t, 0));
       });
+}
+
+void read_range(const KvRows& rows, const TokenRange& range, View<float, 4> out, Stream s) {
+  const char* op = "read_range";
+  if (!rows.kv) fail(Errc::internal, op, "got no cache, wanted a layer's");
+  const PagedKv& kv = *rows.kv;
+  check_kv(kv, op, s);
+  if (out.extent[0] < kv.rows || out.extent[1] != kv.kv_heads || out.extent[3] != kv.head_dim || out.stride[3] != 1)
+    fail(Errc::internal, op,
+         "got an output of another shape, wanted [row, kv_head, i, head_dim] with head_dim contiguous");
+  for (const auto& numbers : {range.first, range.count})
+    if (!numbers || numbers.extent[0] < kv.rows || numbers.extent[1] < kv.kv_heads)
+      fail(Errc::internal, op, "got no range or one of fewer rows or heads, wanted [row, kv_head]");
+  if (s.device() == Device::cuda) return on_cuda<read_range>(rows, range, out, s);
+  std::int64_t tokens = 0;
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      const int n = kv.tokens(r, h), begin = range.begin(r, h, n), end = range.end(r, h, n);
+      if (!range.fits(r, h, n) || end - begin > out.extent[2])
+        fail(Errc::internal, op,
+             "got " + std::to_string(range.count(r, h)) + " tokens from place " + std::to_string(range.first(r, h)) +
+                 ", wanted places below " + std::to_string(n) + " and at most " + std::to_string(out.extent[2]) +
+                 ", the output's room");
+      for (int p = begin / kv.page_size; p * kv.page_size < end && begin < end; ++p) check_page(kv, r, h, p, op);
+      tokens += end - begin;
+    }
+  const HeadRanks& ranks = ranks_of(kv);
+#pragma omp parallel for collapse(2) schedule(dynamic) if (worth_threads(tokens))
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      const int n = kv.tokens(r, h), begin = range.begin(r, h, n), end = range.end(r, h, n);
+      if (begin == end) continue;
+      const auto copy = [&](int place, const float* x, int count) {
+        for (int t = std::max(begin - place, 0); t < std::min(count, end - place); ++t)
+          std::copy_n(x + std::int64_t{t} * kv.head_dim, kv.head_dim, &out(r, h, place + t - begin, 0));
+      };
+      for_rows(rows, r, h, ranks, copy, nullptr, begin, end);
+    }
 }
 
 void row_product(const KvRows& rows, View<const float, 3> vectors, const RowProduct& how, Scores out, Stream s) {

@@ -2,6 +2,7 @@
 #include "ops/score/rows.hpp"
 
 #include <kvlab/ops.hpp>
+#include <kvlab/rewrite.hpp>
 
 #include "base/device_op.hpp"
 #include "ops/page/ranks.cuh"
@@ -39,10 +40,12 @@ Rows rows_of(const KvRows& from, Stream s) {
 
 // One warp reads a token.
 __global__ void __launch_bounds__(score_threads)
-    read_rows_kernel(const __grid_constant__ Rows rows, View<float, 4> out) {
-  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(rows.kv, row, head, 1, out.extent[2]);
+    read_rows_kernel(const __grid_constant__ Rows rows, const __grid_constant__ TokenRange range, View<float, 4> out) {
+  const int head = blockIdx.y, row = blockIdx.z, all = rows.kv.tokens(row, head), begin = range.begin(row, head, all);
+  const int n = static_cast<int>(min(static_cast<std::int64_t>(range.end(row, head, all) - begin), out.extent[2]));
   for (int t = blockIdx.x * warps + threadIdx.x / 32; t < n; t += gridDim.x * warps)
-    for (int d = threadIdx.x % 32; d < rows.kv.head_dim; d += 32) out(row, head, t, d) = rows.at(row, head, t, d);
+    for (int d = threadIdx.x % 32; d < rows.kv.head_dim; d += 32)
+      out(row, head, t, d) = rows.at(row, head, begin + t, d);
 }
 
 // The pages whose rows count, and how their rows are rounded.
@@ -205,13 +208,15 @@ __global__ void __launch_bounds__(score_threads)
   out(row, head, d) = sum / static_cast<float>(max(1, n));
 }
 
-void read_rows_cuda(const KvRows& from, View<float, 4> out, Stream s) {
+void read_range_cuda(const KvRows& from, const TokenRange& range, View<float, 4> out, Stream s) {
   const PagedKv& kv = *from.kv;
   if (kv.rows == 0) return;
-  read_rows_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv), warps), score_threads, 0, stream_of(s)>>>(
-      rows_of(from, s), out);
+  const dim3 grid = grid_of(kv.kv_heads, kv.rows, std::min(capacity(kv), out.extent[2]), warps);
+  read_rows_kernel<<<grid, score_threads, 0, stream_of(s)>>>(rows_of(from, s), range, out);
   check_launch("read_rows");
 }
+
+void read_rows_cuda(const KvRows& from, View<float, 4> out, Stream s) { read_range_cuda(from, {}, out, s); }
 
 void row_product_cuda(const KvRows& from, View<const float, 3> vectors, const RowProduct& how, Scores out, Stream s) {
   const PagedKv& kv = *from.kv;
@@ -250,6 +255,7 @@ void normalised_mean_cuda(const KvRows& from, View<float, 3> out, Stream s) {
 }  // namespace
 
 KVLAB_ON_CUDA(read_rows, read_rows_cuda);
+KVLAB_ON_CUDA(read_range, read_range_cuda);
 KVLAB_ON_CUDA(row_product, row_product_cuda);
 KVLAB_ON_CUDA(row_quadratic, row_quadratic_cuda);
 KVLAB_ON_CUDA(normalised_mean, normalised_mean_cuda);

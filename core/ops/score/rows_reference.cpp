@@ -42,6 +42,14 @@ void read_rows_reference(const KvRows& rows, View<float, 4> out) {
   });
 }
 
+void read_range_reference(const KvRows& rows, const TokenRange& range, View<float, 4> out) {
+  for_head_rows(rows, rows.kv->kv_heads, [&](int r, int h, const Rows& x) {
+    for (int i = 0; i < range.count(r, h); ++i)
+      for (int d = 0; d < rows.kv->head_dim; ++d)
+        out(r, h, i, d) = static_cast<float>(x[static_cast<std::size_t>(range.first(r, h) + i)][static_cast<std::size_t>(d)]);
+  });
+}
+
 void row_dot_reference(const KvRows& rows, View<const float, 3> vectors, bool cosine, Scores out) {
   for_head_rows(rows, vectors.extent[1], [&](int r, int h, const Rows& x) {
     std::vector<double> v(rows.kv->head_dim);

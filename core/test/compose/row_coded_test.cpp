@@ -11,6 +11,7 @@
 
 #include "compose/coded.hpp"
 #include "compose/compose.hpp"
+#include "compose/forwarding.hpp"
 #include "engine/engine.hpp"
 #include "model/checkpoint.hpp"
 #include "plugin/tokens_stay.hpp"
@@ -171,6 +172,29 @@ TEST_CASE("row codec: sequences of different lengths share a step") {
   }
   CHECK(holds(run, plain, 0, 3, 3));
   CHECK(holds(run, plain, 1, 18, 18));
+}
+
+TEST_CASE("row codec: a step takes no more rows than become codes in it") {
+  struct Watched final : ForwardingPolicy {
+    using ForwardingPolicy::ForwardingPolicy;
+    void observe(const LayerStep& step, Edits& edits, Stream s) override {
+      ForwardingPolicy::observe(step, edits, s);
+      for (const Edit& e : edits.all()) {
+        std::vector<int>& to = rows[e.side == KvSide::value];
+        if (step.layer == 0) to.push_back(static_cast<int>(e.rows.extent[2]));
+        CHECK(e.range.count(0, 1) == e.rows.extent[2]);
+        CHECK(e.range.first(0, 1) == (e.side == KvSide::key ? step.position[0] - 5 - 2 : step.position[0] - 5));
+      }
+    }
+    std::vector<int> rows[2];
+  };
+  Asked asked;
+  const auto watched = std::make_shared<Watched>(signed_full(asked));
+  Run run(watched);
+  const int slot = run.open(22, 1);  // 18 keys and values are codes
+  for (int i = 0; i < 6; ++i) run.step({slot});
+  CHECK(watched->rows[0] == std::vector<int>{3, 3});
+  CHECK(watched->rows[1] == std::vector<int>{1, 1, 1, 1, 1, 1});
 }
 
 TEST_CASE("row codec: it is functional, and no graph holds its steps") {

@@ -305,7 +305,9 @@ class OnGuardedDevice final : public Policy, public BeforeStep, public ChoosesIn
                                        .order = copy_of(e.order, w)});
           break;
         case Edit::archive: edits.archive(copy_of(e.heads, w, s)); break;
-        case Edit::rewrite: edits.rewrite(e.side, copy_of(e.rows, w)); break;
+        case Edit::rewrite:
+          edits.rewrite(e.side, copy_of(e.rows, w), {copy_of(e.range.first, w), copy_of(e.range.count, w)});
+          break;
         case Edit::fetch: edits.fetch(TokenList{list}, {copy_of(e.heads, w, s), e.when}); break;
       }
     }

@@ -1,6 +1,7 @@
 // The same edits must leave the same tokens, order, tiers, summaries and ledger in both stores.
 #include "store/cuda_store.hpp"
 
+#include <array>
 #include <catch2/catch.hpp>
 #include <functional>
 #include <kvlab/clusters.hpp>
@@ -916,6 +917,80 @@ TEST_CASE("cuda store: a rewrite leaves what it leaves on the CPU") {
   }
   REQUIRE(both.step(rows) == Fit::ok);
   both.check();
+  for (int i = 0; i < 4; ++i) {
+    CAPTURE(i);
+    const KvSide side = i % 2 ? KvSide::value : KvSide::key;
+    const auto n = static_cast<std::int64_t>(rows.size());
+    std::vector<std::int32_t> first, count;
+    int room = 1;
+    for (const int slot : rows)
+      for (int h = 0; h < both.heads; ++h) {
+        const int length = both.cpu.length(1, slot, h);
+        first.push_back(both.pick(length + 1));
+        count.push_back(both.pick(std::min(9 * i, length - first.back()) + 1));
+        room = std::max(room, count.back());
+      }
+    std::vector<float> values(static_cast<std::size_t>(n * both.heads * room * both.dim));
+    for (float& x : values) x = static_cast<float>(both.pick(64)) / 8;
+    OnDevice there;
+    const auto view = View<const float, 4>::dense(values.data(), {n, both.heads, room, both.dim});
+    const TokenRange range{View<const std::int32_t, 2>::dense(first.data(), {n, both.heads}),
+                           View<const std::int32_t, 2>::dense(count.data(), {n, both.heads})};
+    Edits a(1), b(1);
+    a.rewrite(side, view, range);
+    b.rewrite(side, there.put(view), {there.put(range.first), there.put(range.count)});
+    REQUIRE(both.cpu.apply(a.all(), rows).fit == Fit::ok);
+    REQUIRE(both.cuda.apply(b.all(), rows).fit == Fit::ok);
+    both.check();
+  }
+}
+
+TEST_CASE("cuda store: a rewrite of a range wants its own pages on the device, and stays in the head and the rows") {
+  StoreFixture f = fixture(0);
+  f.options.functional = f.options.host_pages = true;
+  f.options.codecs = {CodecSpec{}};
+  f.options.host_codec = {};
+  f.options.rope = RopeRegime::original;
+  f.options.pauses = f.options.archive = false;
+  Both both(f, 1);
+  both.open();
+  const std::vector<std::int32_t> rows{both.slots[0]};
+  const int p = f.options.shape.page_size, n = 3 * p + 1;
+  REQUIRE(both.append(rows[0], n) == Fit::ok);
+  const std::vector<test::PerHead> away{test::PerHead(static_cast<std::size_t>(both.heads), {0})};
+  OnDevice lists;
+  const BothLists list(away, lists);
+  const auto apply = [&](const Edits& a, const Edits& b) {
+    REQUIRE(both.cpu.apply(a.all(), rows).fit == Fit::ok);
+    REQUIRE(both.cuda.apply(b.all(), rows).fit == Fit::ok);
+    both.check();
+  };
+  for (const bool drops : {false, true}) {
+    Edits a(1), b(1);
+    if (drops)
+      a.drop(Tier::device, PageList{list.host}), b.drop(Tier::device, PageList{list.device});
+    else
+      a.offload(PageList{list.host}), b.offload(PageList{list.device});
+    apply(a, b);
+  }
+  const int room = p + 2;
+  const std::vector<float> values(static_cast<std::size_t>(both.heads * room * both.dim), 3);
+  const auto view = View<const float, 4>::dense(values.data(), {1, both.heads, room, both.dim});
+  // Counts beyond the head and beyond the rows: a GPU takes what is inside.
+  for (const auto& c : std::vector<std::array<int, 2>>{{p, room}, {p, n}, {2 * p, n}, {n - 1, 5}, {n + 9, 5}, {-3, 0}}) {
+    CAPTURE(c[0], c[1]);
+    const int inside = std::clamp(c[0], 0, n), most = std::min({c[1], room, n - inside});
+    const std::vector<std::int32_t> from(static_cast<std::size_t>(both.heads), c[0]), count(from.size(), c[1]);
+    const std::vector<std::int32_t> begin(from.size(), inside), fits(from.size(), most);
+    const auto of = [&](const std::vector<std::int32_t>& x) {
+      return View<const std::int32_t, 2>::dense(x.data(), {1, both.heads});
+    };
+    OnDevice there;
+    Edits a(1), b(1);
+    a.rewrite(KvSide::value, view, {of(begin), of(fits)});
+    b.rewrite(KvSide::value, there.put(view), {there.put(of(from)), there.put(of(count))});
+    apply(a, b);
+  }
 }
 
 namespace {

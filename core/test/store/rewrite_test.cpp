@@ -2,7 +2,9 @@
 #include <kvlab/error.hpp>
 #include <kvlab/policy.hpp>
 
+#include <algorithm>
 #include <catch2/catch.hpp>
+#include <limits>
 
 #include "support/store_fixture.hpp"
 
@@ -146,6 +148,82 @@ TEST_CASE("a rewrite frees the copies on the host that it makes stale, and wants
   edit([&](Edits& e) { e.drop(Tier::device, pages.pages()); });
   CHECK_THROWS_WITH(rewrite(store, slot, KvSide::key, rows, 8),
                     Catch::Contains("got a rewrite with page 0 on the host, wanted every page on the device"));
+}
+
+namespace {
+
+// The same range of each head.
+struct Range {
+  std::vector<std::int32_t> first, count;
+  TokenRange of;
+  Range(std::int32_t from, std::int32_t n, std::int64_t heads = 2)
+      : first(static_cast<std::size_t>(heads), from), count(static_cast<std::size_t>(heads), n) {
+    of.first = View<const std::int32_t, 2>::dense(first.data(), {1, heads});
+    of.count = View<const std::int32_t, 2>::dense(count.data(), {1, heads});
+  }
+};
+
+Applied rewrite(Store& store, int slot, KvSide side, std::vector<float>& rows, int room, const TokenRange& range) {
+  const Shape& s = store.shape();
+  Edits edits(0);
+  edits.rewrite(side, View<const float, 4>::dense(rows.data(), {1, s.kv_heads, room, s.head_dim}), range);
+  return store.apply(edits.all(), {slot});
+}
+
+}  // namespace
+
+TEST_CASE("a rewrite of a range changes its rows and neither reads nor writes others") {
+  Rewritten f;
+  f.options.host_pages = true;
+  f.options.summary = Summary::min_max;
+  CpuStore store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 18);
+  const auto edit = [&](const auto& fill) {
+    Edits edits;
+    fill(edits);
+    return store.apply(edits.all(), {slot});
+  };
+  // Pages 0 and 3 are on the host alone, and page 1 on both tiers.
+  const Lists some(2, {0, 1, 3}), away(2, {0, 3});
+  edit([&](Edits& e) { e.offload(some.pages()); });
+  edit([&](Edits& e) { e.drop(Tier::device, away.pages()); });
+  const auto before = std::vector<Tokens>{test::stored_tokens(store, 0, slot, 0), test::stored_tokens(store, 0, slot, 1)};
+  constexpr int room = 5;
+  std::vector<float> rows(2 * room * 8, std::numeric_limits<float>::quiet_NaN());  // the room behind the range is NaN
+  for (std::size_t h = 0; h < 2; ++h)
+    for (std::size_t i = 0; i < 4 * 8; ++i) rows[h * room * 8 + i] = static_cast<float>(100 * h + i);
+  const Range range(6, 4);  // the end of page 1 and the beginning of page 2
+  CHECK(rewrite(store, slot, KvSide::key, rows, room, range.of).changed == 8);
+  for (const int head : {0, 1}) {
+    Tokens wanted = before[static_cast<std::size_t>(head)];
+    for (std::size_t i = 0; i < 4; ++i)
+      for (std::size_t d = 0; d < 8; ++d)
+        wanted[6 + i].k[d] = static_cast<float>(100 * static_cast<std::size_t>(head) + i * 8 + d);
+    CHECK(test::stored_tokens(store, 0, slot, head) == wanted);
+    CHECK(test::on(store, Tier::host, 0, slot, head, 0));
+    CHECK_FALSE(test::on(store, Tier::host, 0, slot, head, 1));
+    const auto* least = reinterpret_cast<const float*>(store.summaries(0).at(slot, head, 1));
+    for (std::size_t d = 0; d < 8; ++d) {  // of page 1: two tokens that stay, and two of the range
+      float wanted_least = wanted[4].k[d];
+      for (const std::size_t t : {5, 6, 7}) wanted_least = std::min(wanted_least, wanted[t].k[d]);
+      CHECK(least[d] == wanted_least);
+    }
+  }
+  store.check_invariants();
+  CHECK(rewrite(store, slot, KvSide::key, rows, room, range.of).changed == 0);
+  CHECK(rewrite(store, slot, KvSide::key, rows, room, Range(18, 0).of).changed == 0);
+  CHECK(rewrite(store, slot, KvSide::key, rows, 0, Range(0, 0).of).changed == 0);
+  using Catch::Contains;
+  const auto refused = [&](int first, int count, const char* why) {
+    CHECK_THROWS_WITH(rewrite(store, slot, KvSide::value, rows, room, Range(first, count).of), Contains(why));
+  };
+  refused(2, 3, "got a rewrite with page 0 on the host");
+  refused(15, 4, "got a range of 4 tokens from place 15, wanted places below 18");
+  refused(4, 6, "and at most 5, the tokens of the rows");
+  refused(-1, 2, "got a range of 2 tokens from place -1");
+  CHECK_THROWS_WITH(rewrite(store, slot, KvSide::key, rows, room, Range(4, 2, 1).of),
+                    Contains("got a range of fewer rows or heads"));
 }
 
 TEST_CASE("a rewrite needs the declaration, rows of the whole shape, and pages without codes") {

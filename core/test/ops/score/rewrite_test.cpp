@@ -202,3 +202,31 @@ TEST_CASE("copy_rows: the listed tokens, and what it refuses") {
     for (int t = 0; t < 5; ++t)
       for (int d = 0; d < 8; ++d) CHECK(to(0, h, t, d) == (h == 0 && t == 1 ? 9 : 0));
 }
+
+TEST_CASE("read_range: rows of the range alone, and what cannot be is refused") {
+  PagedFixture cache({1, 1, 8, 4, 4});
+  for (int t = 0; t < 10; ++t)
+    cache.append(0, 0, std::vector<float>(8, static_cast<float>(t)), std::vector<float>(8, static_cast<float>(-t)));
+  PagedKv kv = cache.view();
+  std::vector<PageEntry> table(kv.table.data, kv.table.data + 3);
+  table[0].frame = table[2].frame = null_frame;
+  kv.table.data = table.data();
+  std::int32_t first = 5, count = 3;
+  const TokenRange range{View<const std::int32_t, 2>::dense(&first, {1, 1}),
+                         View<const std::int32_t, 2>::dense(&count, {1, 1})};
+  Guarded<4> out({1, 1, 3, 8});
+  ops::read_range({&kv, KvSide::value}, range, out.view(), s);
+  for (int i = 0; i < 3; ++i) CHECK(out(0, 0, i, 7) == static_cast<float>(-5 - i));
+  CHECK(out.margins_intact());
+  using Catch::Contains;
+  const auto read = [&](std::int32_t from, std::int32_t n) {
+    first = from, count = n;
+    ops::read_range({&kv, KvSide::key}, range, out.view(), s);
+  };
+  read(10, 0);
+  CHECK_THROWS_WITH(read(4, 4), Contains("got 4 tokens from place 4, wanted places below 10 and at most 3"));
+  CHECK_THROWS_WITH(read(9, 2), Contains("got 2 tokens from place 9"));
+  CHECK_THROWS_WITH(read(-1, 2), Contains("got 2 tokens from place -1"));
+  CHECK_THROWS_WITH(read(7, 2), Contains("got page 2 of row 0, head 0 without a device frame"));
+  CHECK_THROWS_WITH(ops::read_range({&kv, KvSide::key}, {}, out.view(), s), Contains("got no range"));
+}
