@@ -47,7 +47,7 @@ void check_blends(OnCache& x) {
   for (std::int64_t i = 0; i < rows * heads; ++i)
     shares.push_back(i % 3 == 0 ? 1.f : static_cast<float>(x.c.rng() % 1000) / 1000);
   const auto share = View<const float, 2>::dense(shares.data(), {rows, heads});
-  const ops::LeftOut there{x.place.put(share), mean.put()};
+  const LeftOut there{x.place.put(share), mean.put()};
   const auto out_there = x.place.put(out.own());
   const bool rounds = x.stream().device() == Device::cuda && x.kv.layouts[0].dtype == DType::bf16;
   void* rounded = rounds ? put_as(x.place, Guarded<3>::copy(out.own()), DType::bf16) : nullptr;

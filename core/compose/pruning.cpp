@@ -71,7 +71,7 @@ class PrunedPolicy final : public ForwardingPolicy {
     of_first.final_list = nullptr;  // nobody attends to its list
     inner().select(of_first, own, s);
     check(own);
-    if (!own.biases().empty() || !own.distances().empty() || !own.made_up().empty())
+    if (!own.biases().empty() || !own.distances().empty() || !own.made_up().empty() || !own.left_out().empty())
       refuse("changes what attention computes");
     pruner_->appended(step, 1, s);
     bool listed = false;

@@ -122,11 +122,11 @@ void check_needs(const Model& model, const Policy& policy, const EngineOptions& 
 }
 
 void check_reads(const char* callback, const Edits& edits) {
-  if (!edits.logits().empty() || !edits.made_up().empty() || !edits.biases().empty() || !edits.distances().empty())
-    throw Error(
-        Errc::plugin,
-        std::string(callback) +
-            ": got logits to keep or made-up tokens to read, a distance or a bias, wanted that in select() alone");
+  if (!edits.logits().empty() || !edits.made_up().empty() || !edits.biases().empty() || !edits.distances().empty() ||
+      !edits.left_out().empty())
+    throw Error(Errc::plugin, std::string(callback) +
+                                  ": got logits to keep or made-up tokens to read, a distance, what counts for tokens "
+                                  "that are not read, or a bias, wanted that in select() alone");
 }
 
 // A step's attention, and a graph, would not know whether stored values change before or behind it.
@@ -589,11 +589,11 @@ Selection Engine::select_chunk(const PromptLayer& l, Fit& fit) {
     else
       list = &e;
   }
-  if (!edits.logits().empty() || !edits.made_up().empty() || !edits.biases().empty() || edits.distances().size() > 1 ||
-      (!edits.distances().empty() && edits.distances()[0] < 1))
+  if (!edits.logits().empty() || !edits.made_up().empty() || !edits.biases().empty() || !edits.left_out().empty() ||
+      edits.distances().size() > 1 || (!edits.distances().empty() && edits.distances()[0] < 1))
     throw Error(Errc::plugin,
-                "select_chunk: got logits, made-up tokens, a bias, two distances or one below 1, wanted at "
-                "most one distance");
+                "select_chunk: got logits, made-up tokens, a bias, what counts for tokens that are not read, two "
+                "distances or one below 1, wanted at most one distance");
   if (!edits.distances().empty()) read.most_distance = edits.distances()[0];
   fit = apply(before, row.slots);
   if (fit == Fit::ok && !list) fit = store_->recall_all(l.layer, l.slot);
@@ -744,6 +744,20 @@ Selection Engine::select(const DecodeLayer& l, Fit& fit) {
                                     ", or two, or one where RoPE goes "
                                     "by rank, wanted at least 1, once, and the regime original");
     read.most_distance = edits.distances()[0];
+  }
+  if (!edits.left_out().empty()) {
+    if (edits.left_out().size() > 1)
+      throw Error(Errc::plugin, "select: got what counts for tokens that are not read twice, wanted it once");
+    read.left_out = edits.left_out().front();
+    const auto& share = read.left_out.share.extent;
+    const auto& mean = read.left_out.mean.extent;
+    const Shape& s = store_->shape();
+    if (!read.left_out || share[0] < std::ssize(*l.slots) || share[1] != s.query_heads || mean[0] < s.max_slots ||
+        mean[1] != s.kv_heads || mean[2] != s.head_dim || read.left_out.mean.stride[2] != 1)
+      throw Error(
+          Errc::plugin,
+          "select: got shares or means of another shape for tokens that are not read, wanted [row, query head], "
+          "and [slot, kv_head, head_dim] contiguous along head_dim");
   }
   waiting_ = std::move(after);
   fit = apply(before, *l.slots);

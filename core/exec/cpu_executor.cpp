@@ -9,6 +9,7 @@
 #include "ops/attend/attend.hpp"
 #include "ops/attend/attend_made_up.hpp"
 #include "ops/attend/attend_prompt.hpp"
+#include "ops/attend/left_out.hpp"
 #include "ops/linear/norm.hpp"
 #include "ops/page/causal.hpp"
 #include "ops/page/paged.hpp"
@@ -399,7 +400,7 @@ View<const float, 3> CpuExecutor::attend(int layer, const std::vector<std::int32
   return a.out;
 }
 
-void CpuExecutor::fill_left_out(int layer, const std::vector<std::int32_t>& slots, const ops::LeftOut& what) {
+void CpuExecutor::fill_left_out(int layer, const std::vector<std::int32_t>& slots, const LeftOut& what) {
   const PartTimer timer(Part::attend);
   const ModelConfig& c = model_->config;
   ops::blend_left_out(store_.view(layer, slots), what,

@@ -10,6 +10,7 @@
 #include "ops/attend/attend.hpp"
 #include "ops/attend/attend_made_up.hpp"
 #include "ops/attend/attend_prompt.hpp"
+#include "ops/attend/left_out.hpp"
 #include "ops/linear/argmax.hpp"
 #include "ops/linear/embed.hpp"
 #include "ops/linear/norm.hpp"
@@ -630,7 +631,7 @@ View<const float, 3> CudaExecutor::attend(int layer, const std::vector<std::int3
   return View<const float, 3>::dense(attention_.as<float>(), {kv.rows, c.heads, c.head_dim});
 }
 
-void CudaExecutor::fill_left_out(int layer, const std::vector<std::int32_t>& slots, const ops::LeftOut& what) {
+void CudaExecutor::fill_left_out(int layer, const std::vector<std::int32_t>& slots, const LeftOut& what) {
   const PartTimer timer(Part::attend);
   const ModelConfig& c = model_->config;
   const PagedKv kv = store_.view(layer, slots);

@@ -43,7 +43,7 @@ class CudaExecutor final : public Executor {
   View<float, 3> step_mass(std::int64_t rows, std::int64_t tokens) override;
   View<const float, 3> attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,
                               const View<float, 3>& mass, ops::MassColumn mass_into) override;
-  void fill_left_out(int layer, const std::vector<std::int32_t>& slots, const ops::LeftOut& what) override;
+  void fill_left_out(int layer, const std::vector<std::int32_t>& slots, const LeftOut& what) override;
   void finish_layer(int layer, std::int64_t rows) override;
   void prompt_logits(std::int64_t rows, const View<float, 2>& of_last) override;
   void head(std::int64_t rows, const StepResult& out) override;

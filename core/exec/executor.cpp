@@ -66,13 +66,9 @@ Fit Executor::run_layers(const std::vector<std::int32_t>& slots, LayerHooks& hoo
     longest = std::max(longest, info.room);
     Fit fit = Fit::ok;
     const ops::MassColumn into = hooks.mass_into();
-    ops::LeftOut left_out;
     {
       const PutOffScope scope;  // what select chooses, attention may choose
-      {
-        const ops::LeftOutScope asks(left_out);
-        info.read = hooks.select(info, fit);
-      }
+      info.read = hooks.select(info, fit);
       if (fit != Fit::ok) return fit;
       View<float, 3> mass;
       if (hooks.wants_mass() || into.column >= 0) mass = step_mass(n, info.room);
@@ -80,7 +76,7 @@ Fit Executor::run_layers(const std::vector<std::int32_t>& slots, LayerHooks& hoo
       if (into.column < 0) info.mass = mass;
       run_put_off();
     }
-    if (left_out.share) fill_left_out(layer, slots, left_out);
+    if (info.read.left_out) fill_left_out(layer, slots, info.read.left_out);
     fit = hooks.attended(info);
     cache_.workspace().reset();
     if (fit != Fit::ok) return fit;

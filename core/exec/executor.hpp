@@ -13,7 +13,6 @@
 #include "exec/recorded_rows.hpp"
 #include "model/model.hpp"
 #include "ops/attend/attend.hpp"
-#include "ops/attend/left_out.hpp"
 #include "store/store.hpp"
 
 namespace kvlab {
@@ -36,6 +35,7 @@ struct Selection {
   MadeUpTokens made_up;       // that it reads, too
   View<const float, 3> bias;  // of its logits; empty = none
   int most_distance = 0;      // as AttendArgs::most_distance
+  LeftOut left_out;           // counts for what it does not read; empty = nothing does
 };
 
 // One layer of one prompt chunk of one sequence, after its attention.
@@ -158,7 +158,7 @@ class Executor {
   virtual View<const float, 3> attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,
                                       const View<float, 3>& mass, ops::MassColumn mass_into) = 0;
   // Called after attend, of the same layer: its output becomes that of ops::blend_left_out.
-  virtual void fill_left_out(int layer, const std::vector<std::int32_t>& slots, const ops::LeftOut& what) = 0;
+  virtual void fill_left_out(int layer, const std::vector<std::int32_t>& slots, const LeftOut& what) = 0;
   virtual void finish_layer(int layer, std::int64_t rows) = 0;                       // output projection and MLP
   virtual void prompt_logits(std::int64_t rows, const View<float, 2>& of_last) = 0;  // notes nonfinite_rows
   virtual void head(std::int64_t rows, const StepResult& out) = 0;                   // logits, on the device

@@ -91,7 +91,7 @@ class SparQ final : public kvlab::Policy, public kvlab::KeepsTokens, public kvla
     if (!norm_scale_) kvlab::ops::scale(each, 1 / std::sqrt(static_cast<float>(step.pages.head_dim)), s);
     const auto share = step.scratch<float>("share", {step.rows(), step.shape->query_heads});
     kvlab::ops::listed_share(step.pages, each, best, share, s);
-    kvlab::ops::fill_left_out(step, share, means_.of(step), s);
+    edits.fill_left_out({share, means_.of(step)});
   }
 
  private:

@@ -151,6 +151,9 @@ class Edits {
   // edit: this step's or this chunk's attention reads a token that lies further than `most` text positions before the
   // query as if it lay there.
   void clamp_distance(int most) { distances_.push_back(most); }
+  // Only select() may, once; else Errc::plugin. No edit: the output of this step's attention becomes share * output +
+  // (1 - share) * mean, before anything reads it. Mass and logits stay. Bytes: the output, twice.
+  void fill_left_out(const LeftOut& left_out) { left_out_.push_back(left_out); }
   void evict(const TokenList& tokens, Deadline when = {}) { push(Edit::evict, tokens, when); }
   void evict_rest(const TokenList& kept, Deadline when = {}) { push(Edit::evict_rest, kept, when); }
   // Finds the tokens and evicts them at once: one launch on the GPU.
@@ -221,6 +224,7 @@ class Edits {
   const std::vector<MadeUpTokens>& made_up() const { return made_up_; }
   const std::vector<View<const float, 3>>& biases() const { return biases_; }
   const std::vector<int>& distances() const { return distances_; }
+  const std::vector<LeftOut>& left_out() const { return left_out_; }
 
  private:
   Edit& push(Edit::Verb verb, const IndexList& list, Deadline when) {
@@ -239,6 +243,7 @@ class Edits {
   std::vector<MadeUpTokens> made_up_;
   std::vector<View<const float, 3>> biases_;
   std::vector<int> distances_;
+  std::vector<LeftOut> left_out_;
 };
 
 }  // namespace kvlab

@@ -301,6 +301,14 @@ struct MadeUpTokens {
   explicit operator bool() const { return weights.data != nullptr; }
 };
 
+// What counts for the tokens that a step's attention does not read (Edits::fill_left_out).
+struct LeftOut {
+  View<const float, 2> share;  // [row, query head] of the softmax that attention reads; may be scratch
+  View<const float, 3> mean;   // [slot, kv_head, head_dim] of values, contiguous along head_dim
+
+  explicit operator bool() const { return share.data != nullptr; }
+};
+
 // Of each KV head the `count` tokens from the place `first` on. Both are [row, kv_head] memory of the stream's device;
 // empty = all tokens. A range that leaves the head is Errc::internal or Errc::plugin on the CPU. On a GPU only what is
 // inside counts.

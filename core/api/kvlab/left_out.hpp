@@ -1,8 +1,7 @@
-// What a step's attention leaves out: its share by an estimate, and the mean of all values in its place (SparQ, Ribar
-// et al. 2024). ops.hpp says what holds for every op.
+// What Edits::fill_left_out takes: the share of a step's softmax that attention reads, by an estimate, and the mean of
+// all values (SparQ, Ribar et al. 2024). ops.hpp says what holds for every op.
 #pragma once
 #include "kvlab/kv.hpp"
-#include "kvlab/policy.hpp"
 #include "kvlab/stream.hpp"
 
 namespace kvlab::ops {
@@ -18,10 +17,5 @@ void add_mean_value(const PagedKv& kv, int newest, View<float, 3> mean, Stream s
 // once. scores: [row, query head, token]. Sums are in f64. Bytes: the scores, twice.
 void listed_share(const PagedKv& kv, View<const float, 3> scores, const TokenList& list, View<float, 2> share,
                   Stream s);
-
-// Only Policy::select may, once; else Errc::plugin. The output of this step's attention becomes share * output +
-// (1 - share) * mean, before anything reads it. Mass and logits stay. share: [row, query head], may be scratch. mean:
-// [slot, kv_head, head_dim], contiguous along head_dim. Bytes: the output, twice.
-void fill_left_out(const LayerStep& step, View<const float, 2> share, View<const float, 3> mean, Stream s);
 
 }  // namespace kvlab::ops

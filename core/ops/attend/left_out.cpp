@@ -15,8 +15,6 @@ namespace {
 
 constexpr float infinity = std::numeric_limits<float>::infinity();
 
-thread_local LeftOut* asked = nullptr;
-
 void check_mean(const PagedKv& kv, const View<const float, 3>& mean, const char* op) {
   if (!mean || mean.extent[1] != kv.kv_heads || mean.extent[2] != kv.head_dim || mean.stride[2] != 1)
     fail(Errc::internal, op, "got mean values of another shape, wanted [slot, kv_head, head_dim]");
@@ -28,18 +26,6 @@ void check_share(const PagedKv& kv, const View<const float, 2>& share, const cha
 }
 
 }  // namespace
-
-LeftOutScope::LeftOutScope(LeftOut& to) : outer_(asked) { asked = &to; }
-LeftOutScope::~LeftOutScope() { asked = outer_; }
-
-void fill_left_out(const LayerStep& step, View<const float, 2> share, View<const float, 3> mean, Stream s) {
-  const char* op = "fill_left_out";
-  check_kv(step.pages, op, s);
-  check_share(step.pages, share, op);
-  check_mean(step.pages, mean, op);
-  if (!asked || asked->share) fail(Errc::plugin, op, "got a call outside of select or a second one, wanted one in it");
-  *asked = {share, mean};
-}
 
 void add_mean_value(const PagedKv& kv, int newest, View<float, 3> mean, Stream s) {
   const char* op = "add_mean_value";
@@ -105,6 +91,8 @@ void listed_share(const PagedKv& kv, View<const float, 3> scores, const TokenLis
 }
 
 void blend_left_out(const PagedKv& kv, const LeftOut& what, View<float, 3> out, void* rounded, Stream s) {
+  check_share(kv, what.share, "blend_left_out");
+  check_mean(kv, what.mean, "blend_left_out");
   if (s.device() == Device::cuda) return on_cuda<blend_left_out>(kv, what, out, rounded, s);
   const std::int64_t heads = out.extent[1], group = heads / kv.kv_heads;
   for (int r = 0; r < kv.rows; ++r)

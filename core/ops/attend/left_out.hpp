@@ -1,26 +1,8 @@
-// A step's attention leaves mass out, and a mean value takes its place (kvlab/left_out.hpp).
+// A step's attention leaves mass out, and a mean value takes its place (Edits::fill_left_out).
 #pragma once
 #include <kvlab/left_out.hpp>
 
 namespace kvlab::ops {
-
-// What select asks for by fill_left_out.
-struct LeftOut {
-  View<const float, 2> share;  // [row, query head]; empty = nothing is filled
-  View<const float, 3> mean;   // [slot, kv_head, head_dim]
-};
-
-// While it lives, fill_left_out of this thread writes to `to`.
-class LeftOutScope {
- public:
-  explicit LeftOutScope(LeftOut& to);
-  ~LeftOutScope();
-  LeftOutScope(const LeftOutScope&) = delete;
-  LeftOutScope& operator=(const LeftOutScope&) = delete;
-
- private:
-  LeftOut* outer_;
-};
 
 // out = share * out + (1 - share) * mean. out: [row, query head, head_dim]; dense where there is `rounded`. rounded:
 // CUDA only, out again in the cache's 16-bit dtype; or null. kv gives slots, heads and the dtype. Bytes: out, twice.

@@ -126,27 +126,15 @@ class OnGuardedDevice final : public Policy, public BeforeStep, public ChoosesIn
       kv.steps = device_.put(View<const std::int32_t, 1>::dense(from.steps, {from.shape->max_slots})).data;
     Edits made(from.layer);
     device_.in_graph = std::is_same_v<Kv, LayerStep> && inner_->needs().capturable();
-    ops::LeftOut left_out;
-    {
-      const ops::LeftOutScope asks(left_out);
-      device_.call([&] { callback(kv, made, device_.stream()); });
-    }
+    device_.call([&] { callback(kv, made, device_.stream()); });
     take_back(from.pages, kv.pages);
     hand_over(made, edits, *from.workspace, from.slots, *from.shape);
-    if constexpr (std::is_same_v<Kv, LayerStep>)
-      if (left_out.share) fill(left_out, from);
     for (const HeadLogits& logits : made.logits()) edits.keep_logits(copy_of(logits, *from.shape));
     for (const MadeUpTokens& tokens : made.made_up()) edits.read_made_up(copy_of(tokens, *from.workspace));
     for (const int most : made.distances()) edits.clamp_distance(most);
     for (const View<const float, 3>& bias : made.biases()) edits.bias_logits(copy_of_bias(bias, *from.workspace));
+    for (const LeftOut& left_out : made.left_out()) edits.fill_left_out(copy_of(left_out, *from.workspace));
     device_.reset();
-  }
-
-  // The executor reads memory of the host.
-  static void fill(const ops::LeftOut& left_out, const LayerStep& step) {
-    const View<const float, 3> mean = copy_of_bias(left_out.mean, *step.workspace);
-    const GuardedDevice::Open open;
-    ops::fill_left_out(step, copy_of(left_out.share, *step.workspace), mean, Stream::cpu());
   }
 
   // Attention writes to memory of the host, which observe copies.
@@ -179,6 +167,12 @@ class OnGuardedDevice final : public Policy, public BeforeStep, public ChoosesIn
           std::copy_n(&from.values(slot, head, i, 0), dim, &to.values(slot, head, i, 0));
         }
     return to;
+  }
+
+  static LeftOut copy_of(const LeftOut& from, Workspace& w) {
+    const View<const float, 3> mean = copy_of_bias(from.mean, w);
+    const GuardedDevice::Open open;
+    return {copy_of(from.share, w), mean};
   }
 
   static View<const float, 3> copy_of_bias(const View<const float, 3>& from, Workspace& w) {

@@ -172,13 +172,11 @@ TEST_CASE("whole pages, centres and what is left out: what cannot be is refused"
   const auto of = View<float, 2>::dense(&share, {1, 1});
   list.index(0, 0, 0) = 6, list.count(0, 0) = 1;
   CHECK_THROWS_WITH(ops::listed_share(kv, s.scores(), list, of, cpu), Catch::Contains("got token 6 in a list"));
-  LayerStep step;
-  step.pages = kv;
-  const auto mean = View<const float, 3>::dense(s.data.data(), {1, 1, 16});
-  CHECK_THROWS_WITH(ops::fill_left_out(step, of, mean, cpu), Catch::Contains("outside of select"));
-  ops::LeftOut asked;
-  const ops::LeftOutScope scope(asked);
-  ops::fill_left_out(step, of, mean, cpu);
-  CHECK(asked.share.data == &share);
-  CHECK_THROWS_WITH(ops::fill_left_out(step, of, mean, cpu), Catch::Contains("a second one"));
+  Guarded<3> out({1, 1, 16});
+  CHECK_THROWS_WITH(
+      ops::blend_left_out(kv, {of, View<const float, 3>::dense(s.data.data(), {1, 1, 8})}, out.view(), nullptr, cpu),
+      Catch::Contains("got mean values of another shape"));
+  CHECK_THROWS_WITH(
+      ops::blend_left_out(kv, {{}, View<const float, 3>::dense(s.data.data(), {1, 1, 16})}, out.view(), nullptr, cpu),
+      Catch::Contains("got shares of another shape"));
 }
