@@ -287,7 +287,9 @@ void check_range(OnCache& x, const KvRows& plain, const KvRows& there) {
   some.table = x.place.put(View<const PageEntry, 3>::dense(table.data(), x.kv.table.extent));
   x.same<4>(
       "read_range", Guarded<4>({rows, heads, x.c.room(), x.kv.head_dim}).view(), 2e-6,
-      [&](View<float, 4> out) { ops::read_range({&some, there.side}, range_there, out, x.stream()); },
+      [&](View<float, 4> out) {
+        ops::read_range({&some, there.side}, range_there, out, x.stream());
+      },
       [&](View<float, 4> out) { ops::read_range_reference(plain, range, out); });
 }
 

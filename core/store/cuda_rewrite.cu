@@ -53,8 +53,7 @@ namespace cuda_store {
 
 void rewrite(const CudaStoreLayer& s, const CudaStoreRewrite& a, Stream stream) {
   // A range of n tokens is in at most n / page_size + 2 pages.
-  const int pages =
-      static_cast<int>(std::min<std::int64_t>(s.pages, a.values.extent[2] / s.layout.page_size + 2));
+  const int pages = static_cast<int>(std::min<std::int64_t>(s.pages, a.values.extent[2] / s.layout.page_size + 2));
   const dim3 grid(static_cast<unsigned>(a.rows * s.kv_heads),
                   static_cast<unsigned>(std::clamp((pages + warps - 1) / warps, 1, 64)));
   rewrite_kernel<<<grid, warps * 32, 0, stream_of(stream)>>>(s, a);

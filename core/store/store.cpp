@@ -479,8 +479,8 @@ void Store::check_rewrite(const Edit& e, const std::vector<std::int32_t>& slots)
   if (!options_.functional && e.side != KvSide::key)
     bad(e, "got a rewrite of values from a policy with Needs::rebuilds_keys, wanted keys alone");
   const auto& extent = e.rows.extent;
-  if (extent[0] < std::ssize(slots) || extent[1] < s.kv_heads ||
-      (!e.range && extent[2] < max_length(e.layer, slots)) || extent[3] != s.head_dim || e.rows.stride[3] != 1)
+  if (extent[0] < std::ssize(slots) || extent[1] < s.kv_heads || (!e.range && extent[2] < max_length(e.layer, slots)) ||
+      extent[3] != s.head_dim || e.rows.stride[3] != 1)
     bad(e,
         "got rows of another shape, wanted [row, kv_head, token, head_dim] with every token of the range, head_dim "
         "contiguous");

@@ -9,8 +9,8 @@
 
 namespace kvlab::ops {
 
-// As ops::read_rows, of these tokens alone: out[row, kv_head, i, :] is the row of place first + i. The pages of the other
-// tokens may be on the host. Bytes: the rows of the range, and out.
+// As ops::read_rows, of these tokens alone: out[row, kv_head, i, :] is the row of place first + i. The pages of the
+// other tokens may be on the host. Bytes: the rows of the range, and out.
 void read_range(const KvRows& rows, const TokenRange& range, View<float, 4> out, Stream s);
 
 // out[row, kv_head, d] = mean of q_d^2 over all queries of the group's query heads, times the mean of x_d^2 over the

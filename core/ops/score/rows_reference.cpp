@@ -46,7 +46,8 @@ void read_range_reference(const KvRows& rows, const TokenRange& range, View<floa
   for_head_rows(rows, rows.kv->kv_heads, [&](int r, int h, const Rows& x) {
     for (int i = 0; i < range.count(r, h); ++i)
       for (int d = 0; d < rows.kv->head_dim; ++d)
-        out(r, h, i, d) = static_cast<float>(x[static_cast<std::size_t>(range.first(r, h) + i)][static_cast<std::size_t>(d)]);
+        out(r, h, i, d) =
+            static_cast<float>(x[static_cast<std::size_t>(range.first(r, h) + i)][static_cast<std::size_t>(d)]);
   });
 }
 

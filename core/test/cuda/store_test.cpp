@@ -977,7 +977,8 @@ TEST_CASE("cuda store: a rewrite of a range wants its own pages on the device, a
   const std::vector<float> values(static_cast<std::size_t>(both.heads * room * both.dim), 3);
   const auto view = View<const float, 4>::dense(values.data(), {1, both.heads, room, both.dim});
   // Counts beyond the head and beyond the rows: a GPU takes what is inside.
-  for (const auto& c : std::vector<std::array<int, 2>>{{p, room}, {p, n}, {2 * p, n}, {n - 1, 5}, {n + 9, 5}, {-3, 0}}) {
+  for (const auto& c :
+       std::vector<std::array<int, 2>>{{p, room}, {p, n}, {2 * p, n}, {n - 1, 5}, {n + 9, 5}, {-3, 0}}) {
     CAPTURE(c[0], c[1]);
     const int inside = std::clamp(c[0], 0, n), most = std::min({c[1], room, n - inside});
     const std::vector<std::int32_t> from(static_cast<std::size_t>(both.heads), c[0]), count(from.size(), c[1]);

@@ -188,7 +188,8 @@ TEST_CASE("a rewrite of a range changes its rows and neither reads nor writes ot
   const Lists some(2, {0, 1, 3}), away(2, {0, 3});
   edit([&](Edits& e) { e.offload(some.pages()); });
   edit([&](Edits& e) { e.drop(Tier::device, away.pages()); });
-  const auto before = std::vector<Tokens>{test::stored_tokens(store, 0, slot, 0), test::stored_tokens(store, 0, slot, 1)};
+  const auto before =
+      std::vector<Tokens>{test::stored_tokens(store, 0, slot, 0), test::stored_tokens(store, 0, slot, 1)};
   constexpr int room = 5;
   std::vector<float> rows(2 * room * 8, std::numeric_limits<float>::quiet_NaN());  // the room behind the range is NaN
   for (std::size_t h = 0; h < 2; ++h)
