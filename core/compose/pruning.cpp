@@ -7,6 +7,7 @@
 
 #include "base/part_timer.hpp"
 #include "compose/forwarding.hpp"
+#include "compose/repeat.hpp"
 #include "compose/second_stage.hpp"
 
 namespace kvlab {
@@ -133,29 +134,6 @@ class PrunedPolicy final : public ForwardingPolicy {
     e.list = all;
     e.layer = step.layer;
     return e;
-  }
-
-  // An edit of select that keeps tokens at their places.
-  static void repeat(const Edit& e, Edits& edits) {
-    edits.for_layer(e.layer);
-    const PageList pages{e.list};
-    if (e.verb == Edit::place)
-      edits.place(pages, {.heads = e.heads,
-                          .pins = e.pins,
-                          .room = e.room,
-                          .reuse = e.reuse,
-                          .when = e.when,
-                          .rooms = e.rooms,
-                          .order = e.order,
-                          .keys = e.keys});
-    else if (e.verb == Edit::offload)
-      edits.offload(pages, e.when);
-    else if (e.verb == Edit::drop)
-      edits.drop(e.tier, pages, e.when);
-    else if (e.verb == Edit::recall)
-      edits.recall(pages, e.when);
-    else if (e.verb == Edit::encode)
-      edits.encode(pages, e.codec, e.when);
   }
 
   Instance<Pruner> pruner_;

@@ -12,6 +12,7 @@
 #include "base/half.hpp"
 #include "base/stream_memory.hpp"
 #include "compose/keeping.hpp"
+#include "compose/repeat.hpp"
 
 namespace kvlab {
 
@@ -24,8 +25,8 @@ const RowCodec& rows_of(const Codec& codec) { return dynamic_cast<const RowCodec
 
 class RowCoded final : public KeepingPolicy {
  public:
-  RowCoded(std::shared_ptr<Policy> inner, Instance<Codec> codec)
-      : KeepingPolicy(std::move(inner)), codec_(std::move(codec)) {}
+  RowCoded(std::shared_ptr<Policy> of, Instance<Codec> codec, bool tiers)
+      : KeepingPolicy(std::move(of), tiers), codec_(std::move(codec)), tiers_(tiers) {}
 
   // The host waits for each layer, so no graph holds a step.
   Needs needs() const override {
@@ -37,20 +38,51 @@ class RowCoded final : public KeepingPolicy {
     ForwardingPolicy::attach(shape, amount, w);
   }
 
+  // What is exact stays on the device, beside what the method places there.
+  Demand demand(int prompt, int max_new) const override {
+    return tiers_ ? Demand{} : KeepingPolicy::demand(prompt, max_new);
+  }
+
   void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
-    KeepingPolicy::prefill(kv, edits, s);
+    Edits of_inner(kv.layer);
+    KeepingPolicy::prefill(kv, of_inner, s);
     before_.assign(1, kv.position[0] - static_cast<int>(kv.chunk_queries.extent[2]));
     code(kv, edits, s);
+    repeat_all(of_inner, edits, 0);
+  }
+
+  void select(const LayerStep& step, Edits& edits, Stream s) override {
+    if (!tiers_) return KeepingPolicy::select(step, edits, s);
+    Edits of_inner(step.layer);
+    LayerStep with = step;
+    with.final_list = nullptr;  // its pins are those of the selector, and a place edit has more
+    KeepingPolicy::select(with, of_inner, s);
+    int exact = 0;  // newest tokens that are no codes before this step
+    for (int row = 0; row < step.rows(); ++row)
+      for (const KvSide side : {KvSide::key, KvSide::value})
+        exact = std::max(exact, step.position[row] - rows_of(*codec_).coded(side, step.position[row] - 1));
+    repeat_all(of_inner, edits, exact);
   }
 
   void observe(const LayerStep& step, Edits& edits, Stream s) override {
-    KeepingPolicy::observe(step, edits, s);
+    Edits of_inner(step.layer);
+    KeepingPolicy::observe(step, of_inner, s);
     before_.clear();
     for (int row = 0; row < step.rows(); ++row) before_.push_back(step.position[row] - 1);
     code(step, edits, s);
+    repeat_all(of_inner, edits, 0);
   }
 
  private:
+  // The edits of the method, behind the rewrite of the callback: pages that leave have rows of codes.
+  static void repeat_all(const Edits& from, Edits& to, int exact) {
+    for (const Edit& e : from.all())
+      if (e.verb == Edit::attend)
+        to.attend(PageList{e.list}, e.pins);
+      else
+        repeat(e, to, exact);
+  }
+
   struct Range {
     int first = 0, end = 0;  // tokens of a row that become codes
     std::int64_t count() const { return end - first; }
@@ -115,10 +147,11 @@ class RowCoded final : public KeepingPolicy {
   }
 
   Instance<Codec> codec_;
+  bool tiers_;  // pages of the method may lie on the host
   // Buffers of one callback; they outlive it so that a decode step allocates little.
-  std::vector<int> before_;     // [row] tokens that a sequence held before this prompt or step
-  std::vector<Range> ranges_;   // [row]
-  std::vector<float> numbers_;  // [row, head, token, head_dim] of the ranges
+  std::vector<int> before_;             // [row] tokens that a sequence held before this prompt or step
+  std::vector<Range> ranges_;           // [row]
+  std::vector<float> numbers_;          // [row, head, token, head_dim] of the ranges
   std::vector<std::int32_t> of_heads_;  // [row, head]
 };
 
@@ -127,7 +160,8 @@ class RowCoded final : public KeepingPolicy {
 bool codes_rows(const Codec& codec) { return dynamic_cast<const RowCodec*>(&codec) != nullptr; }
 
 std::shared_ptr<Policy> row_coded(std::shared_ptr<Policy> policy, Instance<Codec> codec) {
-  return std::make_shared<RowCoded>(std::move(policy), std::move(codec));
+  const bool tiers = policy->needs().host_pages() || offloads(*policy);
+  return std::make_shared<RowCoded>(std::move(policy), std::move(codec), tiers);
 }
 
 }  // namespace kvlab

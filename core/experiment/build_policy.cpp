@@ -28,10 +28,10 @@ Instance<Interface> make(const std::optional<PluginUse>& use, const PluginCatalo
 
 // A policy of roles whose codec has a format of its own.
 std::shared_ptr<Policy> with_rows(Composition parts, Instance<Codec> codec) {
-  const auto refuse = [&](const char* what) { refuse_rows(parts.name, what); };
   if (parts.scorer)
-    refuse("beside a scorer, wanted full or a selector: it goes by the order of the text, and a scorer evicts");
-  if (parts.host || parts.host_codec) refuse("and placement on the host, wanted pages on the device");
+    refuse_rows(parts.name,
+                "beside a scorer, wanted full or a selector: it goes by the order of the text, and a scorer evicts");
+  if (parts.host_codec && parts.host_codec->spec().packs) throw Error(Errc::config, packs_beside_codes, parts.name);
   return row_coded(compose(std::move(parts)), std::move(codec));
 }
 
@@ -44,7 +44,9 @@ std::shared_ptr<Policy> join(const PolicySpec& spec, const PluginCatalog& catalo
         refuse_rows(spec.name,
                     "beside a policy plugin, wanted full, a selector, or a policy that keeps all tokens on the device: "
                     "it goes by the order of the text");
-      if (spec.placement.codec) refuse_rows(spec.name, "and placement on the host, wanted pages on the device");
+      if (spec.placement.codec)
+        refuse_rows(spec.name,
+                    "and another codec for pages on the host, wanted none: the policy keeps pages on the device");
       policy = row_coded(std::move(policy), std::move(codec));
     } else if (spec.codec || spec.placement.codec) {
       policy = coded(std::move(policy), codec.get(), make<Codec>(spec.placement.codec, catalog).get(), spec.name);

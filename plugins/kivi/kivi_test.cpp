@@ -299,7 +299,13 @@ TEST_CASE("kivi: what it cannot do is refused before a run") {
   refused(spec, "mine: got a codec with a format of its own beside a scorer, wanted full or a selector");
   spec = full_with("kivi2", {});
   spec.placement.tier = Tier::host;
-  refused(spec, "got a codec with a format of its own and placement on the host, wanted pages on the device");
+  CHECK(build_policy(spec, catalog)->needs().functional());
+  spec.selector = use(Role::selector, "quest");
+  CHECK(build_policy(spec, catalog)->needs().functional());
+  spec.placement.codec = use(Role::codec, "lossless");
+  refused(spec, "got a codec beside one that packs pages on the host, wanted pages in the run's dtype");
+  spec.placement.codec = use(Role::codec, "int4");
+  CHECK(build_policy(spec, catalog)->host_codec().k.bits == 4);
   std::swap(spec.codec, spec.placement.codec);
   refused(spec, "got a codec with a format of its own for pages on the host, wanted one that core stores as codes");
   spec = full_with("kivi2", {});

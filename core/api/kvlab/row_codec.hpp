@@ -2,8 +2,9 @@
 //
 // Core stores the rows that decode() gives back, in the run's dtype. So attention sees what it would see with such a
 // format, on either device. Bytes and times are not those of the format, and its cells carry the label `functional`.
-// It goes with the full cache, with selectors of pages on the device, and with policies of KeepsTokens, which see exact
-// rows in the prompt and step that bring them. No graph holds its steps.
+// It goes with the full cache and with selectors, whose pages may lie on the host, and with policies of KeepsTokens,
+// which see exact rows in the prompt and step that bring them. Beside a selector, pages of tokens that wait for their
+// codes stay on the device. No graph holds its steps.
 #pragma once
 #include <algorithm>
 #include <cstddef>

@@ -16,6 +16,7 @@
 #include "model/checkpoint.hpp"
 #include "plugin/tokens_stay.hpp"
 #include "support/golden.hpp"
+#include "support/store_fixture.hpp"
 #include "support/stored_rows.hpp"
 
 using namespace kvlab;
@@ -87,8 +88,9 @@ std::shared_ptr<const Model> tiny() {
 std::shared_ptr<Policy> signed_full(Asked& asked) { return row_coded(compose({}), instance(new Signs(asked))); }
 
 struct Run {
-  explicit Run(std::shared_ptr<Policy> policy, int slots = 1) {
+  explicit Run(std::shared_ptr<Policy> policy, int slots = 1, int budget = 0) {
     EngineOptions o;
+    if (budget > 0) o.budget = {BudgetAmount::tokens, static_cast<double>(budget)};
     o.max_tokens = 64, o.page_size = 8, o.slots = slots;
     engine = std::make_unique<Engine>(tiny(), std::move(policy), o);
   }
@@ -106,13 +108,16 @@ struct Run {
   }
   void step(const std::vector<std::int32_t>& slots) {
     const std::vector<int> tokens(slots.size(), 5);
-    const Fit fit = engine->step(slots, tokens, {});
+    stepped.resize(slots.size() * static_cast<std::size_t>(tiny()->config.vocab));
+    const Fit fit =
+        engine->step(slots, tokens, View<float, 2>::dense(stepped.data(), {std::ssize(slots), tiny()->config.vocab}));
     REQUIRE(fit == Fit::ok);
   }
+  const std::vector<float>& last() const { return stepped; }  // logits of the latest step
   // Of layer 0, whose keys and values follow from the text alone.
   Rows rows(int slot, int head, KvSide side) const { return test::stored_rows(engine->store(), 0, slot, head, side); }
   std::unique_ptr<Engine> engine;
-  std::vector<float> logits;
+  std::vector<float> logits, stepped;
 };
 
 // Whether the first `coded` tokens are what their signs give back, and the others what the model made.
@@ -195,6 +200,69 @@ TEST_CASE("row codec: a step takes no more rows than become codes in it") {
   for (int i = 0; i < 6; ++i) run.step({slot});
   CHECK(watched->rows[0] == std::vector<int>{3, 3});
   CHECK(watched->rows[1] == std::vector<int>{1, 1, 1, 1, 1, 1});
+}
+
+TEST_CASE("row codec: pages on the host hold what its codes give back, and steps see the same") {
+  Asked asked;
+  Run run(signed_full(asked));
+  Composition parts;
+  parts.host = true;
+  parts.resident_tokens = GENERATE(0, 8, 24);
+  CAPTURE(parts.resident_tokens);
+  Run below(row_coded(compose(std::move(parts)), instance(new Signs(asked))));
+  std::vector<float> logits[2];
+  for (Run* r : {&run, &below}) {
+    const int slot = r->open(29, 1);
+    for (int i = 0; i < 12; ++i) r->step({slot});
+    r->prompt(slot, 13, 2);
+    for (int i = 0; i < 5; ++i) r->step({slot});
+    logits[r == &below] = r->last();
+    r->engine->store().check_invariants();
+  }
+  CHECK(logits[0] == logits[1]);
+  CHECK(below.engine->store().page_bytes(Tier::host) > 0);
+  CHECK(below.engine->store().page_bytes(Tier::device) < run.engine->store().page_bytes(Tier::device));
+}
+
+// Each step reads a head's first page. The device keeps two pages, and those of tokens that are no codes yet.
+TEST_CASE("row codec: pages of a selector that wait for their codes stay on the device") {
+  struct First final : Selector {
+    void select(const LayerStep& step, PageList out, Stream) override {
+      for (int row = 0; row < step.rows(); ++row)
+        for (int h = 0; h < step.kv_heads(); ++h) out.count(row, h) = 1, out.index(row, h, 0) = 0;
+    }
+  };
+  Asked asked;
+  const auto made = [&](bool host) {
+    Composition parts;
+    parts.host = host;
+    parts.selector =
+        Instance<Selector>(new First, PluginDeleter{nullptr, [](void* p) { delete static_cast<Selector*>(p); }});
+    return row_coded(compose(std::move(parts)), instance(new Signs(asked)));
+  };
+  Run run(made(false), 2, 16), below(made(true), 2, 16);
+  for (Run* r : {&run, &below}) {
+    REQUIRE(r->open(29, 1) == 0);
+    REQUIRE(r->open(12, 2) == 1);
+  }
+  for (int i = 0; i < 20; ++i) {
+    CAPTURE(i);
+    run.step({0, 1}), below.step({0, 1});
+    CHECK(run.last() == below.last());
+  }
+  for (const int slot : {0, 1})
+    for (int head = 0; head < tiny()->config.kv_heads; ++head) {
+      CHECK(test::on(below.engine->store(), Tier::host, 0, slot, head, 1));
+      CHECK_FALSE(test::on(below.engine->store(), Tier::device, 0, slot, head, 1));
+      CHECK_FALSE(test::on(run.engine->store(), Tier::host, 0, slot, head, 1));
+    }
+  for (Run* r : {&run, &below}) {
+    r->prompt(1, 11, 3);
+    r->step({0, 1});
+  }
+  CHECK(run.logits == below.logits);
+  CHECK(run.last() == below.last());
+  below.engine->store().check_invariants();
 }
 
 TEST_CASE("row codec: it is functional, and no graph holds its steps") {

@@ -74,10 +74,13 @@ void check_stored(const PolicySpec& spec, const Play& p) {
   if (spec.placement.tier == Tier::host) CHECK(bytes(store.ledger().moved(Tier::host, Stored::host)) > 0);
 }
 
+PolicySpec limited(PolicySpec spec) {
+  if (takes_budget(spec, subjects().catalog())) spec.budget = {BudgetAmount::tokens, budget};
+  return spec;
+}
+
 void check_runs(const PolicySpec& spec, Run& run) {
-  PolicySpec limited = spec;
-  if (takes_budget(spec, subjects().catalog())) limited.budget = {BudgetAmount::tokens, budget};
-  Play p(run.model, limited);
+  Play p(run.model, limited(spec));
   CHECK(finite(p.run(run.prompt, run.answer)));
   check_stored(spec, p);
   const Needs needs = p.policy->needs();
@@ -122,6 +125,49 @@ TEST_CASE("every codec goes with every method and tier, or is refused by name be
           check_runs(cell.spec, run);
       }
     }
+}
+
+// Core decides nothing by the tier: pages on the host have the same rows. Tokens that wait for their codes stay exact.
+TEST_CASE("a codec with a format of its own gives the same where pages lie on the host") {
+  Run run;
+  const std::vector<int> longer = test_text(90, run.model->config.vocab),
+                         answer = test_text(40, run.model->config.vocab, 7);
+  int ran = 0;
+  for (const CodecTable& t : codec_tables(subjects().catalog(), *run.model, contract_device(), 8, Subjects::use))
+    for (const auto& cells : t.cells)
+      for (const CodecCell& cell : cells) {
+        PolicySpec spec = cell.spec;
+        if (!spec.codec || spec.policy || spec.pruner || spec.placement.tier == Tier::host || !cell.refused.empty() ||
+            !about(spec) || !runs_here(spec))
+          continue;
+        if (!codes_rows(*create<Codec>(*subjects().catalog().find(Role::codec, spec.codec->name), spec.codec->params)))
+          continue;
+        spec = limited(spec);
+        PolicySpec below = spec;
+        below.placement.tier = Tier::host;
+        CAPTURE(spec.name, spec.codec->name);
+        try {
+          subjects().policy(below);
+        } catch (const Error& e) {
+          CHECK(e.message().find("got an oracle and placement on the host") == 0);
+          continue;
+        }
+        Play here(run.model, spec), there(run.model, below);
+        const Logits wanted = here.run(longer, answer), got = there.run(longer, answer);
+        CHECK((on_cuda() ? worst(got, wanted) < 0.03 : got == wanted));
+        check_stored(below, there);
+        // Another codec of the host takes what leaves.
+        ++ran;
+        const PluginInfo* int8 = subjects().catalog().find(Role::codec, "int8");
+        if (!int8) continue;
+        below.placement.codec = Subjects::use(*int8);
+        Play coded(run.model, below);
+        const Logits other = coded.run(longer, answer);
+        CHECK(finite(other));
+        CHECK(other != wanted);
+        check_stored(below, coded);
+      }
+  if (of_the_tree()) CHECK(ran > 0);
 }
 
 TEST_CASE("splits go with codecs on both tiers, or are refused by name before the run", "[cpu]") {
