@@ -72,7 +72,7 @@ class PrunedPolicy final : public ForwardingPolicy {
     of_first.final_list = nullptr;  // nobody attends to its list
     inner().select(of_first, own, s);
     check(own);
-    if (!own.biases().empty() || !own.distances().empty() || !own.made_up().empty() || !own.left_out().empty())
+    if (!own.biases().empty() || !own.distances().empty() || !own.made_up().empty())
       refuse("changes what attention computes");
     pruner_->appended(step, 1, s);
     bool listed = false;
@@ -88,6 +88,7 @@ class PrunedPolicy final : public ForwardingPolicy {
     edits.for_layer(step.layer);
     if (!listed && how_.whole) prune(step, every_page(step, s), edits, s);
     for (const HeadLogits& logits : own.logits()) edits.keep_logits(logits);
+    for (const LeftOut& left_out : own.left_out()) edits.fill_left_out(left_out);  // what is pruned counts as listed
   }
   void observe(const LayerStep& step, Edits& edits, Stream s) override {
     pruned_ = false;

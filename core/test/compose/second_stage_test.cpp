@@ -2,6 +2,7 @@
 
 #include <kvlab/ops.hpp>
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <utility>
 #include <vector>
@@ -96,9 +97,11 @@ class Lister final : public Policy {
 struct Reads final : EngineObserver {
   std::vector<int> pages, tokens;  // of layers 0 and 1, KV head 0
   std::int64_t to_host = 0;        // bytes
+  int filled = 0;                  // layers of steps for which what is not read counts
   void prompt(const PromptLayer&, const Store&) override {}
   void attended(const DecodeLayer& l, const Store& store) override {
     to_host = store.ledger().moved_total(Tier::host);
+    filled += l.read.left_out ? 1 : 0;
     const auto take = [](const IndexList& list, std::vector<int>& to) {
       to.clear();
       for (int i = 0; i < list.count(0, 0); ++i) to.push_back(list.index(0, 0, i));
@@ -177,6 +180,15 @@ TEST_CASE("a pruner leaves the first method's other edits as they are") {
                           told);
   CHECK(told.pages == 2);
   CHECK(reads.to_host > 0);
+  CHECK(reads.filled == 0);
+  const auto fills = [](const LayerStep& step, Edits& edits, const PageList&) {
+    const auto share = step.scratch<float>("share", {1, step.shape->query_heads});
+    std::fill_n(share.data, share.extent[1], 1.f);
+    const auto mean = step.scratch<float>("mean", {1, step.kv_heads(), step.shape->head_dim});
+    std::fill_n(mean.data, mean.extent[1] * mean.extent[2], 0.f);
+    edits.fill_left_out({share, mean});
+  };
+  CHECK(run(lister(false, {}, fills), told).filled == 2 * tiny()->config.layers);
 }
 
 TEST_CASE("a pruner is refused beside what moves tokens or changes attention") {
