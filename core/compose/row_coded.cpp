@@ -35,6 +35,8 @@ class RowCoded final : public KeepingPolicy {
 
   void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {
     dynamic_cast<RowCodec&>(*codec_).attach(shape);
+    for (const KvSide side : {KvSide::key, KvSide::value})
+      codes_[side == KvSide::value] = rows_of(*codec_).coded(side, shape.max_tokens) > 0;
     ForwardingPolicy::attach(shape, amount, w);
   }
 
@@ -60,7 +62,8 @@ class RowCoded final : public KeepingPolicy {
     int exact = 0;  // newest tokens that are no codes before this step
     for (int row = 0; row < step.rows(); ++row)
       for (const KvSide side : {KvSide::key, KvSide::value})
-        exact = std::max(exact, step.position[row] - rows_of(*codec_).coded(side, step.position[row] - 1));
+        if (codes_[side == KvSide::value])
+          exact = std::max(exact, step.position[row] - rows_of(*codec_).coded(side, step.position[row] - 1));
     repeat_all(of_inner, edits, exact);
   }
 
@@ -147,7 +150,8 @@ class RowCoded final : public KeepingPolicy {
   }
 
   Instance<Codec> codec_;
-  bool tiers_;  // pages of the method may lie on the host
+  bool tiers_;          // pages of the method may lie on the host
+  bool codes_[2] = {};  // whether a sequence may have codes of keys, of values
   // Buffers of one callback; they outlive it so that a decode step allocates little.
   std::vector<int> before_;             // [row] tokens that a sequence held before this prompt or step
   std::vector<Range> ranges_;           // [row]

@@ -34,12 +34,12 @@ struct Asked {
 // wait until three of them are due.
 class Signs final : public RowCodec {
  public:
-  explicit Signs(Asked& asked) : asked_(asked) {}
+  explicit Signs(Asked& asked, bool keys = true) : asked_(asked), keys_(keys) {}
   int residual() const override { return 4; }
   void attach(const Shape& s) override { asked_.head_dim = s.head_dim; }
   int coded(KvSide side, int tokens) const override {
     const int due = RowCodec::coded(side, tokens);
-    return side == KvSide::key ? due - due % 3 : due;
+    return side == KvSide::value ? due : keys_ ? due - due % 3 : 0;
   }
   std::vector<std::byte> encode(KvSide side, View<const float, 2> rows) const override {
     asked_.tokens[side == KvSide::value].push_back(rows.extent[0]);
@@ -74,6 +74,7 @@ class Signs final : public RowCodec {
 
  private:
   Asked& asked_;
+  bool keys_;  // else they stay as they are
 };
 
 Instance<Codec> instance(Codec* made) {
@@ -233,12 +234,14 @@ TEST_CASE("row codec: pages of a selector that wait for their codes stay on the 
     }
   };
   Asked asked;
+  const bool keys = GENERATE(true, false);
+  CAPTURE(keys);
   const auto made = [&](bool host) {
     Composition parts;
     parts.host = host;
     parts.selector =
         Instance<Selector>(new First, PluginDeleter{nullptr, [](void* p) { delete static_cast<Selector*>(p); }});
-    return row_coded(compose(std::move(parts)), instance(new Signs(asked)));
+    return row_coded(compose(std::move(parts)), instance(new Signs(asked, keys)));
   };
   Run run(made(false), 2, 16), below(made(true), 2, 16);
   for (Run* r : {&run, &below}) {
