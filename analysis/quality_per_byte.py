@@ -10,6 +10,7 @@ matplotlib. Equal files give equal bytes.
 
 import argparse
 import json
+import re
 
 import pandas as pd
 
@@ -56,6 +57,14 @@ def frontier(frame, column, better):
     return rows
 
 
+def packed(path):
+    """Two decimals of a point, and no indents: the file is kept in the tree."""
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(re.sub(r"\s*\n\s*", "\n", re.sub(r"\b([1-9]\d*\.\d\d)\d+", r"\1", text)))
+
+
 def draw(frame, path):
     import matplotlib
 
@@ -84,6 +93,7 @@ def draw(frame, path):
         right.set_yscale("log")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
+    packed(path)
     plt.close(figure)
 
 
