@@ -36,7 +36,7 @@ Tables tables_of(const std::string& path) {
   for (const SummaryRow& row : read_summary(path).rows) {
     const auto cell = samples.find(row.cell);
     if (row.status != "ok" || cell == samples.end()) continue;
-    if (row.draws > 0 && row.repeat > 0) continue;  // the same draws again
+    if (row.repeat > 0) continue;  // the same answers again, drawn or not
     for (const SampleRow& sample : cell->second)
       if (sample.score >= 0 && sample.score <= 1)  // no perplexity
         policy_of(tables[{row.model, row.task}], row).scores[sample.prompt_sha256].push_back(sample.score);

@@ -1,5 +1,5 @@
-// Several answers to each question: the draws of a cell, cells that differ in seed and repeat alone, or a task that
-// asks a question more than once. A repeat of a cell with draws has the same ones, and does not count.
+// Several answers to each question: the draws of a cell, cells that differ in seed alone, or a task that asks a
+// question more than once. A repeat of a cell has the same answers, and does not count.
 #pragma once
 #include <string>
 

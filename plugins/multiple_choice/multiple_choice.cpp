@@ -68,8 +68,9 @@ double gpqa_choice(const std::string& answer, const std::string& reference) {
   return 0;
 }
 
-// compute_accuracy.py of MMLU-Pro (Wang et al. 2024) has ten letters and three rules. For an answer without a letter it
-// draws one, always with the same seed: G.
+// compute_accuracy.py of MMLU-Pro (Wang et al. 2024; TIGER-AI-Lab/MMLU-Pro at 453c1d99646a) has ten letters and three
+// rules. Of earlier files, as at 05c6997b92b6, the third takes a letter inside a word, too. For an answer without one
+// it draws one, always with the same seed: G.
 class MmluPro final : public kvlab::PairMetric {
  public:
   explicit MmluPro(const kvlab::Params& p) : drawn_(p.get<bool>("guess") ? U'G' : U'\0') {}

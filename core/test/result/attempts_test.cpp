@@ -86,6 +86,17 @@ TEST_CASE("attempts: draws of a cell are answers, and a repeat has the same ones
         "policy,questions,avg@3,pass@1,pass@2,pass@3\nfull,2,0.6667,0.6667,0.8333,1\n");
 }
 
+TEST_CASE("attempts: a repeat of the most likely answers is no second draw") {
+  const TemporaryFolder dir;
+  const std::string out = dir / "o.h5";
+  for (const int repeat : {0, 1, 2}) {
+    CellResult c = answered("c" + std::to_string(repeat), "full", 1, {1, 0});
+    c.summary.repeat = repeat;
+    write_part(out, c, sample_info());
+  }
+  CHECK(attempts_report(out, Format::csv) == "policy,questions,avg@1,pass@1\nfull,2,0.5,0.5\n");
+}
+
 TEST_CASE("attempts: budgets tell rows apart where nothing else does") {
   const TemporaryFolder dir;
   const std::string out = dir / "o.h5";
