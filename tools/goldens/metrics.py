@@ -743,15 +743,19 @@ def cases():
     }
 
 
+def compact(case):
+    return json.dumps(case, ensure_ascii=False, separators=(",", ":"))
+
+
 def main():
     if "--against" in sys.argv:
-        same = public_scorers.compare(json.loads(FILE.read_text()), sys.argv[sys.argv.index("--against") + 1])
+        same = public_scorers.compare(json.loads(FILE.read_text(encoding="utf-8")), sys.argv[sys.argv.index("--against") + 1])
         sys.exit(not same)
-    lines = [f'"{name}": [\n' + ",\n".join(json.dumps(c, separators=(",", ":")) for c in made) + "\n]" for name, made in cases().items()]
+    lines = [f'"{name}": [\n' + ",\n".join(map(compact, made)) + "\n]" for name, made in cases().items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
     if "--check" in sys.argv:
-        sys.exit(text != FILE.read_text())
-    FILE.write_text(text)
+        sys.exit(text != FILE.read_text(encoding="utf-8"))
+    FILE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
