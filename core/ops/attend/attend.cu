@@ -126,7 +126,7 @@ const CUtensorMap& decode::map_of_units(const PagedKv& kv, const Args& a) {
 }
 
 // Attends to the pages of one layout. lower: the layout of lower runs that the same launch reads. prior: the result of
-// the lower pages, with Args::rest. shares: where they go instead of scores.
+// the lower pages, with Args::rest. shares: where they go instead of scores, to be added to token state.
 static void attend_part(const AttendArgs& in, const MassShares* shares, const PageLayout& l, const PageLayout* lower,
                         Args::Part part, const AttendArgs* prior, Stream s) {
   const PagedKv& kv = in.kv;
@@ -141,6 +141,7 @@ static void attend_part(const AttendArgs& in, const MassShares* shares, const Pa
                               : in.most_distance > 0
                                   ? tokens_beyond(DeviceKv(kv), in.last, in.most_distance, s.handle())
                                   : token_ranks(DeviceKv(kv), s.handle());
+  if (shares) a.state = FrameColumn::state(kv, in.mass_into.column), a.rule = in.mass_into.rule, a.error = kv.error;
   if (turn) a.inv_freq = kv.rope_table.inv_freq;
   if (turn) a.turn_scale = in.most_distance > 0 ? 1 : kv.rope_table.attention_scale;  // stored keys carry it
   a.rank_room = static_cast<int>(kv.table.extent[2]) * kv.page_size;
@@ -184,11 +185,13 @@ static void attend_part(const AttendArgs& in, const MassShares* shares, const Pa
   }
 }
 
-// One launch, or two: the first reads the pages of the second codec, and the next one merges that into its result.
-static void attend_both(const AttendArgs& in, const MassShares* shares, Stream s) {
-  const bool plain = in.window == 0 && !in.logits.out.data && (!in.mass || shares);
-  if (plain && decode::takes_both(in.kv.layouts[0], in.kv.layouts[1]))
-    return attend_part(in, shares, in.kv.layouts[0], &in.kv.layouts[1], Args::all, nullptr, s);
+// Whether one launch reads the pages of both codecs.
+static bool reads_both(const AttendArgs& in) {
+  return in.window == 0 && !in.logits.out.data && decode::takes_both(in.kv.layouts[0], in.kv.layouts[1]);
+}
+
+// The first of two launches reads the pages of the second codec, and the next one merges that into its result.
+static void attend_apart(const AttendArgs& in, Stream s) {
   const std::int64_t rows = in.kv.rows, heads = in.queries.extent[1], dim = in.kv.head_dim;
   auto* prior = static_cast<float*>(
       cuda::fixed_scratch(s.handle(), "attend prior", static_cast<std::size_t>(rows * heads * (dim + 1)) * 4));
@@ -196,8 +199,8 @@ static void attend_both(const AttendArgs& in, const MassShares* shares, Stream s
   first.out = View<float, 3>::dense(prior, {rows, heads, dim});
   first.lse = View<float, 2>::dense(prior + rows * heads * dim, {rows, heads});
   first.rounded = nullptr;
-  attend_part(first, shares, in.kv.layouts[1], nullptr, Args::lower, nullptr, s);
-  attend_part(in, shares, in.kv.layouts[0], nullptr, Args::rest, &first, s);
+  attend_part(first, nullptr, in.kv.layouts[1], nullptr, Args::lower, nullptr, s);
+  attend_part(in, nullptr, in.kv.layouts[0], nullptr, Args::rest, &first, s);
 }
 
 static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
@@ -217,13 +220,19 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
     a.lse = View<float, 2>::dense(
         static_cast<float*>(cuda::fixed_scratch(s.handle(), "attend lse", std::size_t(kv.rows) * heads * 4)),
         {kv.rows, heads});
+  const bool both = kv.lower_pages && reads_both(in);
+  // Blocks that add to token state wait for one another, and other work holds the multiprocessors that a step leaves
+  // free.
   MassShares room;
-  const bool sums = into && in.mass_into.rule != GroupRule::softmax_mean && room.fill(in.mass, kv);
-  const MassShares* shares = sums ? &room : nullptr;
-  if (in.mass && (!sums || in.pages)) sums ? clear_shares(in, room, stream) : clear_scores(in, stream);
-  kv.lower_pages ? attend_both(a, shares, s) : attend_part(a, shares, kv.layouts[0], nullptr, Args::all, nullptr, s);
-  if (sums) return add_shares(a, room, a.lse, stream);
-  if (in.mass) scores_to_mass(in.mass, a.lse, kv.rows, stream);
+  const bool sums = into && in.mass_into.rule != GroupRule::softmax_mean && (both || !kv.lower_pages) &&
+                    cuda::step_multiprocessors() == cuda::multiprocessors() && room.fill(in.mass, kv);
+  if (in.mass && !sums) clear_scores(in, stream);
+  if (kv.lower_pages && !(both && (sums || !in.mass)))
+    attend_apart(a, s);
+  else
+    attend_part(a, sums ? &room : nullptr, kv.layouts[0], both ? &kv.layouts[1] : nullptr, Args::all, nullptr, s);
+  if (!in.mass || sums) return;
+  scores_to_mass(in.mass, a.lse, kv.rows, stream);
   if (into) add_mass_cuda(in.mass, in.mass_into.rule, {&in.kv, in.mass_into.column}, s);
 }
 KVLAB_ON_CUDA(attend, attend_cuda);

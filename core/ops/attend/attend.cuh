@@ -21,11 +21,6 @@ void attend_any_cuda(const AttendArgs& a, Stream s);
 // those that the window hides. clear_scores writes -inf for all others. scores_to_mass makes them probabilities.
 void clear_scores(const AttendArgs& a, cudaStream_t stream);
 void scores_to_mass(const View<float, 3>& mass, const View<float, 2>& lse, int rows, cudaStream_t stream);
-// In place of scores the kernel may leave shares (attend_shares.cuh). add_shares adds their probabilities to the column
-// of AttendArgs::mass_into, by any rule but softmax_mean. clear_shares: for tokens that a list leaves out.
-struct MassShares;
-void clear_shares(const AttendArgs& a, const MassShares& shares, cudaStream_t stream);
-void add_shares(const AttendArgs& a, const MassShares& shares, const View<float, 2>& lse, cudaStream_t stream);
 // Logits of a token that one store of the pipelined kernel takes.
 int logits_at_once(const HeadLogits& logits);
 

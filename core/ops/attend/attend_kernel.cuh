@@ -12,12 +12,15 @@
 // A warp writes the output of a pair that it has to itself. Other results meet in shared memory, where the block
 // combines them. Blocks that share a pair write partial results; the last block to arrive merges them
 // (attend_merge.cuh) in the order of their numbers.
+//
+// With sums of mass a block then waits for those merges, and adds what its own units got (attend_sums.cuh).
 #pragma once
 #include <algorithm>
 
 #include "base/lanes.cuh"
 #include "ops/attend/attend.hpp"
 #include "ops/attend/attend_merge.cuh"
+#include "ops/attend/attend_sums.cuh"
 
 namespace kvlab::ops::decode {
 
@@ -582,12 +585,13 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
   }
 
   // The last block to arrive merges a pair that blocks share.
-  if (parts[0] + parts[1] == 0) return;
+  const bool sums = !Rows::listed && a.shares.data;
+  if (parts[0] + parts[1] == 0 && !sums) return;
   __syncthreads();
   if (threadIdx.x < 2) {
     const int of = threadIdx.x ? last_pair : first_pair, wanted = parts[threadIdx.x];
     const bool comes_last = wanted > 0 && add_released(a.arrived + of, 1) == wanted - 1;
-    if (comes_last) a.arrived[of] = 0;
+    if (comes_last && !sums) a.arrived[of] = 0;
     merges[threadIdx.x] = comes_last;
   }
   __syncthreads();
@@ -599,7 +603,13 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     merge_parts<T, Dim, ColumnTiles>(a, of, pairs.begin(of) > line.part(from).begin ? others + P::floats : others,
                                      others, parts[i], stages, warps * ring_bytes);
     __syncthreads();
+    if (sums && threadIdx.x == 0) add_released(a.arrived + of, 1);
   }
+  if (!sums) return;
+  if (threadIdx.x < 2 && parts[threadIdx.x] > 0 && !merges[threadIdx.x])
+    wait_for_merge(a.arrived + (threadIdx.x ? last_pair : first_pair), parts[threadIdx.x]);
+  __syncthreads();
+  if constexpr (!Rows::listed) add_shares(a, pairs, line, begin, end);
 }
 
 // maps: of the rest and of the lower runs, or of all rows.

@@ -6,6 +6,7 @@
 #include "base/line.cuh"
 #include "ops/attend/attend_shares.cuh"
 #include "ops/attend/attend_unit.cuh"
+#include "ops/page/paged.cuh"
 
 namespace kvlab::ops::decode {
 using namespace cuda;
@@ -47,7 +48,10 @@ struct Args {
   bool half;   // `rounded` is f16
   HeadLogits logits;
   int logits_at_once;        // numbers of a store
-  MassShares shares;         // data null = none
+  MassShares shares;         // data null = none; else they are added to token state, and `lse` is there
+  FrameColumn state;         // of the sums
+  GroupRule rule;            // of the sums
+  std::int32_t* error;       // PagedKv::error
   bool wide;                 // four elements of `out` can be one store
   float scale;               // factor of the scores, times log2(e)
   const std::int32_t* rank;  // [row, kv_head, rank_room] if the kernel rotates keys

@@ -1,0 +1,131 @@
+// Sums of mass in attention's decode kernel (attend_kernel.cuh). Once the sums of the softmaxes are known, a warp turns
+// the shares of its own units into probabilities (attend_shares.cuh) and adds them to token state. So all
+// multiprocessors add, each as many tokens as it has read, and no launch follows.
+#pragma once
+#include "ops/attend/attend_line.cuh"
+
+namespace kvlab::ops::decode {
+
+// Waits until another block has merged a pair of `parts` blocks, which have all arrived or will: none of them waits
+// before. That block then adds 1 to the counter, and so does each one that has waited. The last one leaves it 0.
+__device__ __forceinline__ void wait_for_merge(int* arrived, int parts) {
+  wait_for_value(arrived, parts + 1);
+  if (add_released(arrived, 1) == 2 * parts - 1) *arrived = 0;
+}
+
+// A token's probability of the group, from those of its query heads, which come in order.
+struct GroupSum {
+  float value = 0;
+  __device__ __forceinline__ void add(GroupRule rule, int head, float x) {
+    value = head == 0 ? x : rule != GroupRule::max ? value + x : value < x ? x : value;
+  }
+};
+
+// Tokens t, t + 1, t + 8 and t + 9 of a record, which a lane adds. Loads of several such objects run at once.
+struct FourTokens {
+  static constexpr int count = 4, at_once = 4;  // tokens; pairs of query heads whose shares are loaded together
+
+  float* state = nullptr;  // of token t; null = there is nothing to add
+  const std::byte *high, *shares;
+  const float* lse;
+  int left;  // tokens from t on that are there
+  float2 old[2];
+  uint2 highs[at_once], of[at_once][2];
+
+  // x: the unit; four: which of its tokens.
+  template <int Runs>
+  __device__ __forceinline__ void find(const Args& a, const Pairs<Runs>& pairs, const UnitLine<Runs>& line, int x,
+                                       int four) {
+    constexpr int of_record = MassShares::tokens / count;
+    const int pair = line.pair_of(x), run = pairs.run_of(pair, x), t = four % of_record * 2,
+              in_run = (x - pairs.begin(pair, run)) * pairs.unit + four / of_record * MassShares::tokens + t;
+    left = pairs.tokens(pair, run) - in_run;
+    if (left <= 0) return;
+    const int row = a.pair_of.row(pair), head = pair - row * a.kv_heads, slot = a.slots[row];
+    const PageEntry* entries = a.table + slot * a.table_slot + head * a.table_head;
+    int page = in_run / a.page_size;
+    const int offset = in_run - page * a.page_size;
+    if (a.list) page = a.list[row * a.list_row + head * a.list_head + page];
+    if (Runs == 2 && run == 1) page += lower_pages_of(a, slot, head);
+    const PageEntry e = entries[page];
+    if (e.frame < 0) {
+      if (a.error) atomicOr(a.error, page_absent);
+      return;
+    }
+    state = reinterpret_cast<float*>(const_cast<std::byte*>(a.base) + e.frame * granule_bytes +
+                                     (e.codec ? a.state.at[1] : a.state.at[0])) +
+            offset;
+    const int record = (page * a.page_size + offset) / MassShares::tokens;
+    high = a.shares.of(row, head) + std::int64_t{record} * a.shares.record;
+    shares = high + a.shares.behind_high + t * ((a.group + 1) / 2) * a.shares.of_pair;
+    lse = a.lse + row * a.lse_row + head * a.group;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) old[k] = reinterpret_cast<const float2*>(state)[4 * k];
+    load(a, 0);
+  }
+  // Pairs of query heads from `first` on.
+  __device__ __forceinline__ void load(const Args& a, int first) {
+    const int pairs = (a.group + 1) / 2;
+#pragma unroll
+    for (int p = 0; p < at_once; ++p) {
+      if (first + p >= pairs) continue;
+      highs[p] = reinterpret_cast<const uint2*>(high)[first + p];
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        if (a.group > 1 || k == 0) of[p][k] = reinterpret_cast<const uint2*>(shares)[first + p + k * pairs];
+    }
+  }
+  __device__ __forceinline__ void add(const Args& a) {
+    if (!state) return;
+    GroupSum sum[2][2];  // [token / 8, token % 2]
+#pragma unroll 1
+    for (int first = 0; 2 * first < a.group; first += at_once) {
+      if (first > 0) load(a, first);
+#pragma unroll
+      for (int j = 0; j < 2 * at_once; ++j) {
+        const int head = 2 * first + j;
+        if (head >= a.group) continue;
+        const uint2(&from)[2] = of[j / 2];
+        const float top = __uint_as_float(j % 2 ? highs[j / 2].y : highs[j / 2].x);
+        const float factor = top == -INFINITY ? 0.f : exp2_fast(top - lse[head] * log2e);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          float x[2];
+          if (a.group == 1)  // a word has a head's shares of token t and t + 8
+            Pair<__half>::unpack(k % 2 ? from[0].y : from[0].x, x[0], x[1]);
+          else
+            Pair<__half>::unpack(k / 2 ? from[k % 2].y : from[k % 2].x, x[0], x[1]);
+          sum[k / 2][k % 2].add(a.rule, head, (a.group == 1 ? x[k / 2] : x[j % 2]) * factor);
+        }
+      }
+    }
+    const float weight = a.rule == GroupRule::mean ? 1.f / static_cast<float>(a.group) : 1.f;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      old[k].x += sum[k][0].value * weight, old[k].y += sum[k][1].value * weight;
+      if (left > 8 * k + 1)
+        reinterpret_cast<float2*>(state)[4 * k] = old[k];
+      else if (left > 8 * k)
+        state[8 * k] = old[k].x;
+    }
+  }
+};
+
+// Adds the mass of a warp's units [begin, end). The block has waited for their merges. A call, because every kind of
+// rows would have a copy of it.
+template <int Runs>
+__device__ __noinline__ void add_shares(const Args& a, Pairs<Runs> pairs, UnitLine<Runs> line, int begin, int end) {
+  constexpr int at_once = 2;
+  const int of_unit = pairs.unit / FourTokens::count, count = (end - begin) * of_unit;
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < count; i += 32 * at_once) {
+    FourTokens tokens[at_once];
+#pragma unroll
+    for (int n = 0; n < at_once; ++n)
+      if (const int at = i + 32 * n; at < count) tokens[n].find(a, pairs, line, begin + at / of_unit, at % of_unit);
+#pragma unroll
+    for (int n = 0; n < at_once; ++n) tokens[n].add(a);
+  }
+}
+
+}  // namespace kvlab::ops::decode
