@@ -493,9 +493,19 @@ void add_sums(std::vector<Case>& v) {
   }
   shapes.push_back(shape({}, 64, 32, 2));
   shapes.push_back(shape({}, 128, 16, 2));
+  // Heads that many blocks share, of which each waits for the last one, and more pairs than a launch takes.
+  for (const int group : {4, 1}) {
+    shapes.push_back(shape({{8}, {4}}, 128, 16, group));
+    shapes.back().options.rows = 1;
+    shapes.back().lengths = {5000, 3001};
+    if (group > 1) shapes.back().lower = CodecSpec{{4}, {2}};
+  }
+  shapes.push_back(shape({}, 64, 16, 2));
+  shapes.back().options.rows = 130, shapes.back().options.kv_heads = 8;
+  shapes.back().lengths = {17, 0, 5, 40};
   using enum GroupRule;
-  const GroupRule rules[] = {max, max, mean, softmax_mean, sum, max, max,  mean,
-                             max, sum, mean, softmax_mean, max, sum, mean, max};
+  const GroupRule rules[] = {max,  max,          mean, softmax_mean, sum,  max, max, mean, max, sum,
+                             mean, softmax_mean, max,  sum,          mean, max, max, sum,  mean};
   unsigned n = 0;
   for (const AttendShape& s : shapes) {
     const GroupRule rule = rules[n++];

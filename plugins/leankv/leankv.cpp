@@ -99,6 +99,9 @@ class LeanKv final : public kvlab::Policy {
   }
 
   // The column keeps the prompt's sums. A sum of greatest scores costs a pass over the queries, so it takes the last.
+  // Each layer stores its tokens behind its own attention, so its old frames serve the next layer. One launch for all
+  // layers would reserve frames of both codecs for all of them. In heads of 128 a token has 200 bytes in k8v4 and would
+  // reserve 304 more: as much as bf16 takes.
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     const kvlab::StateColumn column = kv.state("significance");
     if (!kv.last[0]) return;

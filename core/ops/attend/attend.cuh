@@ -17,8 +17,9 @@ bool attend_pipelined(const AttendArgs& a);
 // capacity of the table and of a list of tokens sets the number of parts; their contents do not.
 void attend_any_cuda(const AttendArgs& a, Stream s);
 
-// Mass of the pipelined kernel (attend_mass.cu). It writes scores times log2(e) of the tokens that it reads, -inf for
-// those that the window hides. clear_scores writes -inf for all others. scores_to_mass makes them probabilities.
+// Mass of the pipelined kernel (attend_mass.cu), where it does not add it to token state itself (attend_sums.cuh). It
+// writes scores times log2(e) of the tokens that it reads, -inf for those that the window hides. clear_scores writes
+// -inf for all others. scores_to_mass makes them probabilities.
 void clear_scores(const AttendArgs& a, cudaStream_t stream);
 void scores_to_mass(const View<float, 3>& mass, const View<float, 2>& lse, int rows, cudaStream_t stream);
 // Logits of a token that one store of the pipelined kernel takes.

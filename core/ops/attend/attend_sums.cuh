@@ -23,7 +23,7 @@ struct GroupSum {
 
 // Tokens t, t + 1, t + 8 and t + 9 of a record, which a lane adds. Loads of several such objects run at once.
 struct FourTokens {
-  static constexpr int count = 4, at_once = 4;  // tokens; pairs of query heads whose shares are loaded together
+  static constexpr int count = 4, at_once = 2;  // tokens; pairs of query heads whose shares are loaded together
 
   float* state = nullptr;  // of token t; null = there is nothing to add
   const std::byte *high, *shares;
@@ -70,32 +70,31 @@ struct FourTokens {
     for (int p = 0; p < at_once; ++p) {
       if (first + p >= pairs) continue;
       highs[p] = reinterpret_cast<const uint2*>(high)[first + p];
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-        if (a.group > 1 || k == 0) of[p][k] = reinterpret_cast<const uint2*>(shares)[first + p + k * pairs];
+      of[p][0] = reinterpret_cast<const uint2*>(shares)[first + p];
+      if (a.group > 1) of[p][1] = reinterpret_cast<const uint2*>(shares)[first + p + pairs];
     }
   }
   __device__ __forceinline__ void add(const Args& a) {
     if (!state) return;
+    if (a.group == 1) {  // a word has the shares of t and t + 8, the next one those of t + 1 and t + 9
+      const uint2 both = of[0][0];
+      of[0][0] = make_uint2(both.x & 0xffffu, both.x >> 16), of[0][1] = make_uint2(both.y & 0xffffu, both.y >> 16);
+    }
     GroupSum sum[2][2];  // [token / 8, token % 2]
 #pragma unroll 1
     for (int first = 0; 2 * first < a.group; first += at_once) {
       if (first > 0) load(a, first);
 #pragma unroll
       for (int j = 0; j < 2 * at_once; ++j) {
-        const int head = 2 * first + j;
+        const int p = j / 2, h = j % 2, head = 2 * first + j;
         if (head >= a.group) continue;
-        const uint2(&from)[2] = of[j / 2];
-        const float top = __uint_as_float(j % 2 ? highs[j / 2].y : highs[j / 2].x);
+        const float top = __uint_as_float(h ? highs[p].y : highs[p].x);
         const float factor = top == -INFINITY ? 0.f : exp2_fast(top - lse[head] * log2e);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           float x[2];
-          if (a.group == 1)  // a word has a head's shares of token t and t + 8
-            Pair<__half>::unpack(k % 2 ? from[0].y : from[0].x, x[0], x[1]);
-          else
-            Pair<__half>::unpack(k / 2 ? from[k % 2].y : from[k % 2].x, x[0], x[1]);
-          sum[k / 2][k % 2].add(a.rule, head, (a.group == 1 ? x[k / 2] : x[j % 2]) * factor);
+          Pair<__half>::unpack(k / 2 ? of[p][k % 2].y : of[p][k % 2].x, x[0], x[1]);
+          sum[k / 2][k % 2].add(a.rule, head, x[h] * factor);
         }
       }
     }
@@ -111,10 +110,10 @@ struct FourTokens {
   }
 };
 
-// Adds the mass of a warp's units [begin, end). The block has waited for their merges. A call, because every kind of
-// rows would have a copy of it.
+// Adds the mass of a warp's units [begin, end). The block has waited for their merges.
 template <int Runs>
-__device__ __noinline__ void add_shares(const Args& a, Pairs<Runs> pairs, UnitLine<Runs> line, int begin, int end) {
+__device__ __forceinline__ void add_shares(const Args& a, const Pairs<Runs>& pairs, const UnitLine<Runs>& line,
+                                           int begin, int end) {
   constexpr int at_once = 2;
   const int of_unit = pairs.unit / FourTokens::count, count = (end - begin) * of_unit;
 #pragma unroll 1
