@@ -125,11 +125,12 @@ CudaExtents CudaStore::extents_of(CudaPool pool) const {
 }
 
 void CudaStore::grow(CudaPool pool, std::int64_t frames) {
-  const std::int64_t each = extents_.each[pool], needed = (frames + each - 1) / each;
+  const std::int64_t each = extents_.each[pool];
+  const auto needed = [&] { return (frames - free_bound_[pool] + each - 1) / each; };
   const auto left = [&] { return static_cast<std::int64_t>(extents_.left.size()); };
-  if (left() < needed) reclaim();
+  if (left() < needed()) reclaim();  // which also takes free extents of this pool
   // More than is needed now, so that this is seldom called.
-  const std::int64_t taken = std::min(left(), std::max(needed, left() / 8));
+  const std::int64_t taken = std::min(left(), std::max(needed(), left() / 8));
   if (taken < 1) return;
   const std::vector<std::int32_t> fresh(extents_.left.end() - taken, extents_.left.end());
   extents_.left.resize(extents_.left.size() - static_cast<std::size_t>(taken));

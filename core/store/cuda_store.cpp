@@ -516,9 +516,9 @@ bool CudaStore::reserve(const Frames& frames) {
   };
   if (lacks()) update();
   if (lacks() && all_reloaded()) update();
-  // Where the second pool grows, the first may have to give extents back that it needs.
-  for (const CudaPool pool : {device_pool, lower_pool, device_pool})
-    if (two_codecs() && free_bound_[pool] < frames[pool]) grow(pool, frames[pool] - free_bound_[pool]);
+  // Where a pool grows, the other one may have to give extents back that it needs.
+  for (const CudaPool pool : {device_pool, lower_pool, device_pool, lower_pool})
+    if (two_codecs() && free_bound_[pool] < frames[pool]) grow(pool, frames[pool]);
   if (lacks()) return false;
   for (std::size_t t = 0; t < pools; ++t) free_bound_[t] -= frames[t];
   return true;

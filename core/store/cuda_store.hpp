@@ -182,7 +182,7 @@ class CudaStore final : public Store {
   static std::int64_t extent_bytes(std::int64_t a, std::int64_t b);
   std::int64_t make_extents(std::int64_t most_bytes);  // returns the bytes of all
   CudaExtents extents_of(CudaPool pool) const;
-  void grow(CudaPool pool, std::int64_t frames);  // by at least so many frames, if there are any
+  void grow(CudaPool pool, std::int64_t frames);  // until so many frames are free, if there are
   void reclaim();
   void arrange(CudaPool pool);
   std::int64_t lower_room(const std::vector<std::int32_t>& slots) const override;
