@@ -1,7 +1,7 @@
 // Shares that attention's pipelined kernel leaves of a softmax: of each token and query head 2^(score - high) in f16,
 // where `high` is the greatest score that the warp has met so far in the pair. With the softmax's sum known, a share
-// times 2^high is a probability: a product for a token, and a power for 16 tokens. Shares are half
-// the bytes of scores, and lose no more than 2^-12 of a probability or 2^-25 of the greatest.
+// times 2^high is a probability: a product for a token, and a power for 16 tokens. Shares are half the bytes of scores,
+// and lose no more than 2^-12 of a probability or 2^-25 of the greatest.
 #pragma once
 #include <cstdint>
 

@@ -872,6 +872,41 @@ TEST_CASE("cuda store: extents of the arena go to the codec that needs them, and
   }
 }
 
+TEST_CASE("cuda store: a sequence alone has room, whichever codec had the extents before") {
+  StoreFixture f = fixture(11);
+  f.options.shape.layers = 1;
+  f.options.shape.max_slots = 4;
+  f.options.shape.max_tokens = 512;
+  const std::int64_t high = frame_layout(f.options, f.options.codecs[0]).bytes;
+  // A sequence of 256 tokens has 32 pages, and as many of each codec are reserved to store it anew.
+  f.options.device_limit = 110 * high;
+  Both both(f, 1);
+  std::mt19937 rng(13);
+  for (int round = 0; round < 40; ++round) {
+    if (rng() % 2)  // the first codec takes nearly all
+      for (int i = 0; i < 2; ++i) {
+        both.open();
+        REQUIRE(both.append(both.slots.back(), 384) == Fit::ok);
+      }
+    while (!both.slots.empty()) both.close(both.slots[0]);
+    const int tokens = 1 + static_cast<int>(rng() % 256);
+    const std::vector<std::uint8_t> all(2 * 512, 1);
+    CAPTURE(round, tokens);
+    both.open();
+    REQUIRE(both.append(both.slots.back(), tokens) == Fit::ok);
+    Edits a, b;
+    OnDevice there;
+    const auto view = Levels::dense(all.data(), {1, 2, 512});
+    a.store_as(view), b.store_as(there.put(view));
+    REQUIRE(both.cpu.apply(a.all(), both.slots).fit == Fit::ok);
+    REQUIRE(both.cuda.apply(b.all(), both.slots).fit == Fit::ok);
+    both.memory.synchronize();
+    both.cuda.workspace().reset();
+    both.check();
+    both.close(both.slots[0]);
+  }
+}
+
 TEST_CASE("cuda store: a rewrite leaves what it leaves on the CPU") {
   const DType dtype = GENERATE(DType::f32, DType::bf16, DType::f16);
   const Summary summary = GENERATE(Summary::none, Summary::min_max, Summary::mean);
