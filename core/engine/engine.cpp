@@ -24,6 +24,7 @@
 #include "plugin/in_prompts.hpp"
 #include "plugin/offloads.hpp"
 #include "plugin/verified.hpp"
+#include "store/cuda_store.hpp"
 
 namespace kvlab {
 
@@ -146,6 +147,19 @@ auto authored(const Policy& policy, Body body) {
   } catch (const Error& e) {
     if (e.code() != Errc::plugin || e.where().starts_with("plugin ")) throw;
     throw Error(e.code(), e.message(), author_of(policy) + (e.where().empty() ? "" : ": " + e.where()));
+  }
+}
+
+// Runs body(), a step or a chunk. Frames that a kernel did not find are as many too few as those that the host misses.
+template <class Body>
+Fit with_frames(Store& store, const Policy& policy, const Body& body) {
+  CudaStore* cuda = store.cuda();
+  try {
+    const Fit fit = authored(policy, body);
+    return fit == Fit::ok && cuda && cuda->ran_short() ? Fit::out_of_memory : fit;
+  } catch (const NoRoom&) {
+    if (!cuda || !cuda->ran_short()) throw;
+    return Fit::out_of_memory;
   }
 }
 
@@ -411,8 +425,9 @@ Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float,
         throw Error(Errc::internal, "asked for the logits of more tokens than the last chunk has");
       out = logits;
     }
-    const Fit fit = authored(
-        *policy_, [&] { return executor_->prefill(slot, tokens.subspan(at, count), end && last, *this, out); });
+    const Fit fit = with_frames(*store_, *policy_, [&] {
+      return executor_->prefill(slot, tokens.subspan(at, count), end && last, *this, out);
+    });
     if (settled(fit, {slot}) != Fit::ok) return Fit::out_of_memory;
   }
   if (end) tail_[static_cast<std::size_t>(slot)].clear();
@@ -446,7 +461,7 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
                                                        .sequence = sequence_.data(),
                                                        .stream = stream_});
   executor_->variant_of_step(variant);
-  const Fit fit = authored(*policy_, [&] { return executor_->decode(slots, tokens, *this, out); });
+  const Fit fit = with_frames(*store_, *policy_, [&] { return executor_->decode(slots, tokens, *this, out); });
   store_->workspace().reset();
   for (std::size_t r = 0; r < slots.size(); ++r) {
     auto& given = given_[static_cast<std::size_t>(slots[r])];

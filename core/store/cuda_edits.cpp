@@ -117,7 +117,9 @@ CudaStorePlace CudaStore::place_of(const Edit& e, const std::vector<std::int32_t
   a.pins = e.pins;
   a.room = e.room;
   a.rooms = e.rooms;
-  a.reuse = e.reuse;
+  // Frames that copies give back after the step would be taken twice until then, and the host would not know.
+  a.reuse = e.reuse || (e.when.kind == Deadline::sequence && capped(Tier::device));
+  a.keep = static_cast<int>(2 * heads_);  // in each layer an append and a place edit may take one for each head
   a.order = e.order;
   if (e.keys && options_.host_codec == options_.codecs[0]) {
     a.keys = *e.keys;
@@ -214,6 +216,7 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
     return {Fit::ok, -1};
   }
   fetch_waiting();  // into places of pages that this edit may move
+  takes_twice_ = takes_twice_ || !a.reuse;
   placing_[static_cast<std::size_t>(e.layer)] = true;
   const auto jobs_of = [&](int lane) {
     a.jobs = place_jobs_.as<std::int32_t>() + 4 * lane * most_pages_of_layer(s);

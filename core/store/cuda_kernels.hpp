@@ -42,6 +42,7 @@ struct CudaStoreCounters {
   std::int32_t error = 0;
   // Frames of the host that heads will take for the pages that they have filled since, once a place edit named them.
   std::int32_t owed = 0;
+  std::int32_t claims = 0;  // threads of plans that look whether they may take a frame twice; zero between kernels
   unsigned long long moved[2] = {};      // pages that arrived on a tier
   unsigned long long spared[2] = {};     // units of 16 bytes of them that did not cross, because they are packed
   unsigned long long rebuilt = 0;        // pages that arrived on the device without their keys
@@ -138,6 +139,7 @@ struct CudaStorePlace : CudaStoreList {
   int room = 0;
   View<const std::int32_t, 2> rooms;
   bool reuse = true;
+  int keep = 0;  // without reuse: frames that stay free, for the step's appends and for pages that no other leaves for
   View<const float, 3> order;
   int layer = 0;                  // counted from the one of the CudaStoreLayer that a call gets
   int most = 0;                   // no head has more pages

@@ -73,6 +73,19 @@ __device__ __noinline__ void write_down(const CudaStoreLayer& s, std::int32_t fr
   if (thread == 0 && s.layout.state_columns > 0) atomicAdd(&s.counters->states, 1ull);
 }
 
+// Takes a free frame of the device where more than `keep` are free. Kernels beside it take theirs by take(), so no
+// thread may take one and give it back: each counts those before it instead.
+__device__ bool take_beyond(const CudaStoreLayer& s, int keep, PageEntry& e, int tokens) {
+  const int before = atomicAdd(&s.counters->claims, 1);
+  __threadfence();
+  const int free = *static_cast<volatile std::int32_t*>(s.pool[device_pool].given) -
+                   *static_cast<volatile std::int32_t*>(s.pool[device_pool].taken);
+  const bool taken = free - before > keep && take(s, 0, e, tokens, 0);
+  __threadfence();
+  atomicSub(&s.counters->claims, 1);
+  return taken;
+}
+
 struct Places {
   CudaStoreLayer first;
   CudaStorePlace of[cuda_store::most_places];
@@ -218,7 +231,7 @@ __global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ P
     }
     PageEntry& to = h.table[0][coming[i]];
     const int tokens = h.table[1][coming[i]].tokens;
-    if (gone && !a.reuse && take(s, 0, to, tokens, 0)) {
+    if (gone && !a.reuse && take_beyond(s, a.keep, to, tokens)) {
       job(CudaStorePlace::leave, gone->frame, null_frame, 0);
       *gone = PageEntry{};
     } else if (gone) {

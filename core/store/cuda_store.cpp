@@ -352,6 +352,7 @@ void CudaStore::settle() {
   if (std::find(placing_.begin(), placing_.end(), true) == placing_.end()) return;
   only_on_cuda<cuda_store::take_back>(layer(0), stream_);
   placing_.assign(placing_.size(), false);
+  takes_twice_ = false;
 }
 
 void CudaStore::note_reloads() {
@@ -396,6 +397,25 @@ bool CudaStore::all_reloaded() const {
   return some;
 }
 
+// A place edit may bring more pages than leave, and take frames that an append behind it needs.
+int CudaStore::missing_frame() const {
+  const bool shared = options_.host_pages && capped(Tier::device);
+  return shared ? store_no_room | store_no_frame | ops::append_no_frame : store_no_room;
+}
+
+bool CudaStore::ran_short() {
+  if (std::exchange(short_, false)) return true;
+  if (!options_.host_pages || !capped(Tier::device)) return false;
+  CudaStoreCounters now;
+  auto* counters = counters_.as<CudaStoreCounters>();
+  copy_memory(&now, counters, sizeof now, stream_);
+  synchronize(stream_);
+  free_bound_[device_pool] = std::min<std::int64_t>(free_bound_[device_pool], now.free(device_pool));
+  if ((now.error & missing_frame()) == 0) return false;
+  zero_memory(&counters->error, sizeof now.error, stream_);
+  return true;
+}
+
 void CudaStore::reserved(bool yes) {
   // Work beside a step that could not be captured belongs to no graph.
   if (reserved_ && !yes && side_->busy()) side_->forget();
@@ -438,10 +458,11 @@ void CudaStore::update() {
   if (error == 0) return;
   zero_memory(&counters->error, sizeof error, stream_);
   known_.error = 0;
+  // What else went wrong may follow from a frame that was missing.
+  short_ = (error & missing_frame()) != 0;
+  if (short_) throw NoRoom("got no free frame for a page that a place edit brings, wanted more device or host memory");
   if (error & store_only_copy)
     throw Error(Errc::plugin, "got a drop of a page's only copy, wanted an evict or an offload first");
-  if (error & store_no_room)
-    throw NoRoom("got no free frame for a page that a place edit brings, wanted more device or host memory");
   if (error & store_bad_attend)
     throw Error(Errc::plugin, "attend list: got a page or token that the head does not have");
   if (error & ops::page_absent)
@@ -538,6 +559,7 @@ Fit CudaStore::append(int index, int slot, const void* k, const void* v, DType d
   if (bound(index, slot) + tokens > room) update();
   if (bound(index, slot) + tokens > room)
     throw Error(Errc::internal, "appended beyond max_tokens " + std::to_string(s.max_tokens));
+  if (takes_twice_) settle();  // a chunk may need more frames than place edits leave
   // Each head's partly filled last page may have to come from the host first.
   const std::int64_t lower = tails_below() ? s.kv_heads : 0;
   if (!reserve(Tier::device, std::int64_t{s.kv_heads} * ((tokens + p - 1) / p + 1))) {

@@ -75,6 +75,10 @@ class CudaStore final : public Store {
   bool reserve_step(const std::vector<std::int32_t>& slots, const Taken& edits);
   // Says that reserve_step has reserved what the steps and edits to come take, until the next call.
   void reserved(bool yes);
+  // Whether a place edit since the last call, or an append behind it, found no frame. Then what ran since is of no use.
+  // Asked after each step and chunk, it also tells the host which frames such edits took: their lists may name any
+  // number of pages. Exact.
+  bool ran_short();
 
   std::vector<std::byte> save(int slot) const override;
   Fit restore(int slot, const std::vector<std::byte>& snapshot) override;
@@ -145,7 +149,8 @@ class CudaStore final : public Store {
   StreamMemory empty_table(std::size_t bytes) const;
   void update();  // makes the host's counts and lengths exact; throws the errors that kernels noted
   void refresh() const { const_cast<CudaStore*>(this)->update(); }
-  void set_back_counts();  // of pools, by whole rounds of their lists
+  int missing_frame() const;  // the errors that say so
+  void set_back_counts();     // of pools, by whole rounds of their lists
   // Room for frame numbers in a pool's list.
   std::int32_t places_of(std::size_t pool) const {
     return static_cast<std::int32_t>(free_[pool].bytes() / sizeof(std::int32_t));
@@ -285,6 +290,8 @@ class CudaStore final : public Store {
   std::vector<CudaStoreFetch> fetches_;     // the same
   bool late_ = false, copies_ = false;      // of the latest leave_room: fetches come late; there may be copies
   std::vector<bool> placing_, fetching_;    // [layer] such edits since settle(); empty where there are none
+  bool short_ = false;                      // update() has found, since ran_short(), that frames were missing
+  bool takes_twice_ = false;                // a place edit without reuse since settle()
   // Whether a layer of the sequence may have pages of the second codec. Views of the others say that there is one
   // codec, so ops take their fast kernels: also in a prompt's later layers, when the first ones are stored anew. Views
   // of a graph's steps always say two. The slots may be those of all layers, in layer 0.

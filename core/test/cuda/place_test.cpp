@@ -101,6 +101,51 @@ TEST_CASE(
   }
 }
 
+// Layers of two KV heads. Free are the frames that the step may need, one of each head for its token and one for its
+// set. Three pages of a head come and three leave. Each appended token opens a page.
+TEST_CASE("cuda store: without reuse a place edit leaves the frames that appends of later layers need") {
+  for (const bool reserved : {true, false})
+    for (const Deadline::Kind kind : {Deadline::this_attention, Deadline::next_attention}) {
+      CAPTURE(reserved, static_cast<int>(kind));
+      StoreFixture f;
+      f.options.host_pages = true;
+      f.options.device_limit = 48 * frame_layout(f.options, {}).bytes;
+      OnDevice memory;
+      CudaStore store(f.options, memory.stream());
+      REQUIRE(store.open() == 0);
+      REQUIRE(store.open() == 1);
+      const auto place = [&](int layer, const Pages& pages, const Placing& how) {
+        Edits e(layer);
+        e.place(memory.put(Lists(2, pages).pages()), how);
+        REQUIRE(store.apply(e.all(), {0}).fit == Fit::ok);
+      };
+      test::append_rows(store, f, memory, 0, 48);
+      for (const int layer : {0, 1}) place(layer, {2, 5}, {.when = {Deadline::this_attention}});
+      test::append_rows(store, f, memory, 1, 28);
+      REQUIRE(store.page_bytes(Tier::device) == 40 * frame_layout(f.options, {}).bytes);
+      if (reserved) REQUIRE(store.reserve_step({0}, {}));
+      store.reserved(reserved);
+      for (const int layer : {0, 1}) {
+        test::append_step(store, f, memory, layer, 0);
+        place(layer, {7, 8, 9}, {.reuse = false, .when = {kind}});
+      }
+      store.reserved(false);
+      store.settle();
+      store.advance(0, 1, true);
+      store.check_invariants();
+      for (const int layer : {0, 1})
+        for (const int head : {0, 1}) {
+          CHECK(store.length(layer, 0, head) == 49);
+          const auto entries = test::entries_of(store, memory, layer, 0);
+          Pages there;
+          for (int page = 0; page < store.shape().max_pages(); ++page)
+            if (entries[static_cast<std::size_t>(head * store.shape().max_pages() + page)].frame != null_frame)
+              there.push_back(page);
+          CHECK(there == Pages{7, 8, 9, 12});
+        }
+    }
+}
+
 // Page 11 is full now and was never copied. The set to come has it no more, and other pages come. With `full` its
 // frames are all that they can have.
 TEST_CASE("cuda store: a page without a copy gives its frame to one that comes, once it is written down") {

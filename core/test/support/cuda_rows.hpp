@@ -31,6 +31,32 @@ inline Applied append_rows(CudaStore& store, const StoreFixture& f, cases::OnDev
   return store.advance(slot, count, decode);
 }
 
+// Appends a decode step's token to one layer, with angles that turn nothing.
+inline void append_step(CudaStore& store, const StoreFixture& f, cases::OnDevice& memory, int layer, int slot) {
+  const Shape& s = store.shape();
+  const std::int32_t position = store.position(slot);
+  std::vector<float> qkv(static_cast<std::size_t>(s.query_heads * s.head_dim), 0.25f);
+  for (const int side : {0, 1})
+    for (int h = 0; h < s.kv_heads; ++h) {
+      const auto row = f.row(side, layer, slot, h, position);
+      qkv.insert(qkv.end(), row.begin(), row.end());
+    }
+  const auto angles = static_cast<std::size_t>(s.max_tokens * s.head_dim / 2);
+  const std::vector<float> one(angles, 1.f), zero(angles, 0.f);
+  cases::OnDevice chunk;
+  ops::RopeAppendArgs a;
+  a.heads = s.query_heads, a.kv_heads = s.kv_heads, a.head_dim = s.head_dim;
+  a.qkv = chunk.put(qkv.data(), qkv.size());
+  a.qkv_stride = static_cast<std::int64_t>(qkv.size());
+  a.cosine = chunk.put(one.data(), angles);
+  a.sine = chunk.put(zero.data(), angles);
+  a.angles = s.max_tokens;
+  a.position = chunk.put(&position, 1);
+  REQUIRE(store.before_step(layer, {slot}, a) == Fit::ok);
+  ops::rope_append(a, memory.stream());
+  memory.synchronize();
+}
+
 // A slot's entries of a tier, [kv_head, page].
 inline std::vector<PageEntry> entries_of(const CudaStore& store, cases::OnDevice& memory, int layer, int slot,
                                          Tier tier = Tier::device) {
