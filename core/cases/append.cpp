@@ -171,7 +171,7 @@ void check_appends(Place& place, Check& check) {
           store_as(s, storage);
           s.heads = seed % 2 ? 4 : 6, s.kv_heads = seed % 3 ? 2 : 1;
           s.lengths = {0, 1, page - 1, page, 2 * page + 1, 17};
-          s.rows = 4;
+          s.rows = 4, s.in_order = 2;
           if (seed % 4 == 0) s.rounded = seed % 8 ? DType::bf16 : DType::f16;
           check_one(place, check, s, seed++);
         }
@@ -197,7 +197,7 @@ void check_summaries(Place& place, Check& check) {
           s.max_pages = 2 + 40 / page;
           store_as(s, storage);
           s.norm = seed % 2;
-          s.rows = 4;
+          s.rows = 4, s.in_order = 2;
           s.heads = 6, s.kv_heads = 1 + static_cast<int>(seed % 3);
           s.lengths = {0, 1, page - 1, page, 2 * page + 1, 2 * page - 1, 17, 38};
           check_one(place, check, s, seed++);

@@ -21,6 +21,7 @@ struct AppendOptions {
   bool norm = false;
   std::vector<int> lengths = {0};  // [row, kv_head], cycled
   int frames = 64;                 // of the pool, besides those in use
+  int in_order = 0;  // of every so many rows one's position is the length of its first head, which has lost no token
   bool append = true;
   int mark_step = 1;
   std::optional<DType> rounded;  // type of the queries' 16-bit copy
@@ -89,6 +90,8 @@ struct AppendFixture {
           e.tokens = static_cast<std::uint16_t>(std::min(s.page_size, n - p * s.page_size));
         }
       }
+    for (int r = 0; s.in_order > 0 && r < s.rows; r += s.in_order)
+      position[static_cast<std::size_t>(r)] = length[head_of(r, 0)];
     numbers.resize(static_cast<std::size_t>(s.frames));
     free = numbers;
     summaries.assign(table.size() * static_cast<std::size_t>(s.summary_bytes()), std::byte{0xA5});

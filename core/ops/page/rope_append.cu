@@ -234,28 +234,36 @@ __device__ void write_bounds(std::byte* summary, const PageLayout& l, const Stor
   put(summary + l.head_dim * bits_of(e) / 8, most.unpacked(e), true);
 }
 
-// One element of neighbouring keys of a page. They are decoded later, so that their loads are in flight together.
-template <Element E>
+// One element of neighbouring keys of a page, as it is stored. It is decoded later, so that all loads are in flight
+// together, and beside what the block does until then.
+template <bool Coded>
 class Column {
  public:
-  static constexpr int batch = 16;
+  static constexpr int batch = 32;
 
-  __device__ __forceinline__ void load(const std::byte* frame, const PageLayout& l, int begin, int tokens, int d) {
-    constexpr int bits = bits_of(E);
-    const std::byte* row = frame + row_offset(l, true, begin) + d * bits / 8;
+  // bits: of a stored element.
+  __device__ __forceinline__ void load(int bits, const std::byte* frame, const PageLayout& l, int begin, int tokens,
+                                       int d) {
     const int step = l.head_dim * bits / 8;
+    const std::byte* row = frame + row_offset(l, true, begin) + d * bits / 8;
+    const auto each_key = [&](const auto& take) {
 #pragma unroll
-    for (int j = 0; j < batch; ++j, row += step) {
-      if (begin + j >= tokens) break;
-      if (E == Element::f32)
-        raw_[j] = *reinterpret_cast<const unsigned*>(row);
-      else if (!coded(E))
-        raw_[j] = *reinterpret_cast<const unsigned short*>(row);
-      else
-        raw_[j] = static_cast<unsigned>(*row),
-        meta_[j] = reinterpret_cast<const unsigned*>(frame + l.k_meta)[begin + j];
-    }
+      for (int j = 0; j < batch; ++j, row += step) {
+        if (begin + j >= tokens) break;
+        take(j);
+      }
+    };
+    if (Coded && bits <= 8)
+      each_key([&](int j) {
+        raw_[j] = static_cast<unsigned>(*row);
+        meta_[Coded ? j : 0] = reinterpret_cast<const unsigned*>(frame + l.k_meta)[begin + j];
+      });
+    else if (bits == 32)
+      each_key([&](int j) { raw_[j] = *reinterpret_cast<const unsigned*>(row); });
+    else
+      each_key([&](int j) { raw_[j] = *reinterpret_cast<const unsigned short*>(row); });
   }
+  template <Element E>
   __device__ __forceinline__ float number(int j, int d) const {
     if constexpr (E == Element::f32) {
       return __uint_as_float(raw_[j]);
@@ -266,14 +274,14 @@ class Column {
     } else {
       constexpr int bits = bits_of(E);
       float scale, zero;
-      Pair<__half>::unpack(meta_[j], scale, zero);
+      Pair<__half>::unpack(meta_[Coded ? j : 0], scale, zero);
       const unsigned code = raw_[j] >> d * bits % 8 & static_cast<unsigned>(most_code(bits));
       return decode(E == Element::e4m3 ? from_e4m3(code) : static_cast<float>(code), scale, zero);
     }
   }
 
  private:
-  unsigned raw_[batch], meta_[coded(E) ? batch : 1];
+  unsigned raw_[batch], meta_[Coded ? batch : 1];
 };
 
 // The block writes a summary in codes: of ends [2, most_dim], or of means, ends [0]. least, most: of the thread's
@@ -296,17 +304,14 @@ __device__ void put_codes(float* ends, int dim, float least, float most, std::by
   if (threadIdx.x == 0) codes.put(summary, Mean ? dim : 2 * dim);
 }
 
-// The block writes the summary of a page of `tokens` keys before the new one, which key [head_dim] holds once store()
-// returns true. The whole block calls store(), and each thread has elements of its own. key: page_room(How) floats.
-template <Summed How, Element E, class Store>
-__device__ void sum_columns(const std::byte* frame, const PageLayout& l, int tokens, float* key, std::byte* summary,
-                            const Store& store) {
+// The block writes the summary of a page of `tokens` keys before the new one, which is in key [head_dim]. column: the
+// thread's first element of the page's first keys. key: page_room(How) floats.
+template <Summed How, Element E, bool Coded>
+__device__ __forceinline__ void sum_columns(Column<Coded>& column, const std::byte* frame, const PageLayout& l,
+                                            int tokens, float* key, std::byte* summary) {
   const int mine = static_cast<int>(threadIdx.x), dim = l.head_dim;
   const Element e = element_of(l.dtype);
   const bool f16 = e == Element::f16;
-  Column<E> column;
-  if (mine < dim) column.load(frame, l, 0, tokens, mine);
-  if (!store()) return;
   float least = summary_limit, most = -summary_limit;
 #pragma unroll 1
   for (int d = mine; d < dim; d += threads) {
@@ -314,10 +319,10 @@ __device__ void sum_columns(const std::byte* frame, const PageLayout& l, int tok
     const auto for_keys = [&](bool again, const auto& add) {
 #pragma unroll 1
       for (int begin = 0; begin < tokens; begin += column.batch) {
-        if (again || begin > 0) column.load(frame, l, begin, tokens, d);
+        if (again || begin > 0) column.load(bits_of(E), frame, l, begin, tokens, d);
 #pragma unroll
         for (int j = 0; j < column.batch; ++j)
-          if (begin + j < tokens) add(column.number(j, d), begin + j == 0);
+          if (begin + j < tokens) add(column.template number<E>(j, d), begin + j == 0);
       }
       add(key[d], tokens == 0);
     };
@@ -349,11 +354,11 @@ __device__ void sum_columns(const std::byte* frame, const PageLayout& l, int tok
   }
   if constexpr (in_codes(How)) put_codes<is_mean(How)>(key, dim, least, most, summary);
 }
-template <Summed How, bool Coded, class Store>
-__device__ void sum_page(const std::byte* frame, const PageLayout& l, int tokens, float* key, std::byte* summary,
-                         const Store& store) {
+template <Summed How, bool Coded>
+__device__ __forceinline__ void sum_page(Column<Coded>& column, const std::byte* frame, const PageLayout& l, int tokens,
+                                         float* key, std::byte* summary) {
   const auto sum = [&](auto element) {
-    sum_columns<How, decltype(element)::value>(frame, l, tokens, key, summary, store);
+    sum_columns<How, decltype(element)::value>(column, frame, l, tokens, key, summary);
   };
   if constexpr (Coded) {
     if (l.codec.k.kind == CodeKind::e4m3) return sum(std::integral_constant<Element, Element::e4m3>{});
@@ -391,9 +396,13 @@ __device__ __forceinline__ std::byte* summary_of(const RopeAppendArgs& a, int sl
   return a.summaries.data + slot * stride[0] + head * stride[1] + page * stride[2];
 }
 
-// Returns the place of token n, the head's next one, and enters it in table and length.
-__device__ Place take_place(const RopeAppendArgs& a, int slot, int head, int n) {
-  const int page_size = a.layouts->page_size, page = n / page_size, offset = n % page_size;
+__device__ __forceinline__ PageEntry* entry_of(const RopeAppendArgs& a, int slot, int head, int page) {
+  const auto& stride = a.table.stride;
+  return a.table.data + slot * stride[0] + head * stride[1] + page * stride[2];
+}
+
+// Returns the place of the head's next token and enters it in table and length. last: the entry of its page.
+__device__ Place take_place(const RopeAppendArgs& a, int slot, int head, int page, int offset, const PageEntry& last) {
   Place p;
   const auto fail = [&](int why) {
     atomicOr(a.error, why);
@@ -401,7 +410,7 @@ __device__ Place take_place(const RopeAppendArgs& a, int slot, int head, int n) 
     return p;
   };
   if (page >= a.table.extent[2]) return fail(append_no_page);
-  PageEntry& e = a.table.data[slot * a.table.stride[0] + head * a.table.stride[1] + page * a.table.stride[2]];
+  PageEntry* e = entry_of(a, slot, head, page);
   if (offset == 0) {
     const int next = atomicAdd(a.pool.taken, 1);
     if (next >= *a.pool.given) {
@@ -414,14 +423,14 @@ __device__ Place take_place(const RopeAppendArgs& a, int slot, int head, int n) 
     fresh.frame = p.frame;
     fresh.tokens = 1;
     fresh.codec = static_cast<std::uint8_t>(p.codec);
-    e = fresh;
+    *e = fresh;
   } else {
-    if (e.frame < 0) return fail(append_page_absent);
-    p.frame = e.frame;
-    p.codec = e.codec;
-    e.tokens = static_cast<std::uint16_t>(offset + 1);
+    if (last.frame < 0) return fail(append_page_absent);
+    p.frame = last.frame;
+    p.codec = last.codec;
+    e->tokens = static_cast<std::uint16_t>(offset + 1);
   }
-  *length_of(a, slot, head) = n + 1;
+  *length_of(a, slot, head) = page * a.layouts->page_size + offset + 1;
   return p;
 }
 
@@ -447,23 +456,42 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   const bool known = at >= 0 && at < a.angles, works = mine && known;
   Angles angles;
   if (works) angles.load(a, at, lane);
+  const int page_size = a.layouts->page_size, likely = known ? at / page_size : 0;
   wait_for_predecessor();
   Head h, value;
   if (mine) h.load(x, half, lane);
   if (mine && !query) value.load(x + std::int64_t{a.kv_heads} * dim, half, lane);
-  const int kv_head = head - a.heads, n = of_row && !query ? *length_of(a, slot, kv_head) : 0,
-            page = n / a.layouts->page_size, offset = n % a.layouts->page_size;
+  // A head that has lost no token appends to the page of the text position. What the page's entry says, and its
+  // stored bounds, then come together with the length. Else they are loaded once more.
+  const int kv_head = head - a.heads;
+  const bool appends = of_row && !query;
+  PageEntry last;
   StoredBound least, most;
-  if constexpr (How == Summed::stored_bounds)
-    if (mine && !query && offset > 0 && page < a.table.extent[2]) {
+  const auto load_page = [&](int page) {
+    if (!appends || page >= a.table.extent[2]) return;
+    last = *entry_of(a, slot, kv_head, page);
+    if constexpr (How == Summed::stored_bounds) {
+      if (!mine) return;
       const std::byte* summary = summary_of(a, slot, kv_head, page);
       const Element e = element_of(a.layouts->dtype);
       least.load(summary, e, half, lane);
       most.load(summary + dim * bits_of(e) / 8, e, half, lane);
     }
-  PageEntry last;
-  if (whole_block && of_row && offset > 0 && page < a.table.extent[2])
-    last = a.table.data[slot * a.table.stride[0] + kv_head * a.table.stride[1] + page * a.table.stride[2]];
+  };
+  load_page(likely);
+  const int n = appends ? *length_of(a, slot, kv_head) : 0;
+  int page = likely, offset = n - likely * page_size;
+  if (offset < 0 || offset >= page_size) page = n / page_size, offset = n % page_size, load_page(page);
+  const std::byte* keys = a.base + std::int64_t{last.frame} * granule_bytes;
+  const PageLayout& of_keys = a.layouts[offset > 0 ? last.codec : a.codec];
+  const int before = offset > 0 && last.frame >= 0 && page < a.table.extent[2] ? offset : 0;
+  Column<Coded> column;
+  if constexpr (reads_page(How))
+    if (whole_block && static_cast<int>(threadIdx.x) < dim) {
+      const int codes = Coded ? of_keys.codec.k.bits : 0;
+      column.load(codes ? codes : 8 * static_cast<int>(size_of(of_keys.dtype)), keys, of_keys, 0, before,
+                  static_cast<int>(threadIdx.x));
+    }
   // take_place changes the length and the entry that all lanes of the head read.
   if (whole_block)
     __syncthreads();
@@ -474,7 +502,7 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
     if (!known)
       atomicOr(a.error, append_no_angle);
     else if (!query)
-      p = take_place(a, slot, kv_head, n);
+      p = take_place(a, slot, kv_head, page, offset, last);
   }
   if (a.query_norm || a.key_norm) h.norm(query ? a.query_norm : a.key_norm, a.eps, half, lane, width, mine);
   if (a.turn) h.rotate(angles.cosine, angles.sine);
@@ -492,36 +520,26 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   const PageLayout& l = a.layouts[p.codec];
   std::byte* frame = a.base + std::int64_t{p.frame} * granule_bytes;
   const bool placed = there && p.frame >= 0;
-  const auto append = [&] {
-    Head key;
-    if (placed && mine) {
-      key = h.encode<Coded>(frame, l, true, offset, lane, key_range);
-      value.encode<Coded>(frame, l, false, offset, lane, value_range);
-    }
-    if (placed && lane == 0) reinterpret_cast<std::int32_t*>(frame + l.positions)[offset] = at;
-    for (int c = lane; placed && c < l.state_columns; c += width)
-      reinterpret_cast<float*>(frame + l.state)[std::int64_t{c} * l.page_size + offset] = 0;
-    if (How != Summed::nothing && placed && lane == 0 && offset == 0) atomicAdd(a.pages, 1);
-    return key;
-  };
+  Head key;
+  if (placed && mine) {
+    key = h.encode<Coded>(frame, l, true, offset, lane, key_range);
+    value.encode<Coded>(frame, l, false, offset, lane, value_range);
+  }
+  if (placed && lane == 0) reinterpret_cast<std::int32_t*>(frame + l.positions)[offset] = at;
+  for (int c = lane; placed && c < l.state_columns; c += width)
+    reinterpret_cast<float*>(frame + l.state)[std::int64_t{c} * l.page_size + offset] = 0;
+  if (How != Summed::nothing && placed && lane == 0 && offset == 0) atomicAdd(a.pages, 1);
   if constexpr (reads_page(How)) {
     if (!whole_block) return;  // a query
     __shared__ float4 aligned[page_room(How) / 4];
     __shared__ bool has_place;
-    float* key = reinterpret_cast<float*>(aligned);
-    const std::byte* keys = a.base + std::int64_t{last.frame} * granule_bytes;
-    sum_page<How, Coded>(keys, a.layouts[offset > 0 ? last.codec : a.codec], last.frame >= 0 ? offset : 0, key,
-                         summary_of(a, slot, kv_head, page), [&] {
-                           const Head stored = append();
-                           if (mine) stored.store(key, half, lane);
-                           if (threadIdx.x == 0) has_place = placed;
-                           __syncthreads();
-                           return has_place;
-                         });
-  } else {
-    const Head key = append();
-    if (How == Summed::stored_bounds && placed && mine)
-      write_bounds(summary_of(a, slot, kv_head, page), l, least, most, key, offset == 0, lane);
+    float* appended = reinterpret_cast<float*>(aligned);
+    if (mine) key.store(appended, half, lane);
+    if (threadIdx.x == 0) has_place = placed;
+    __syncthreads();
+    if (has_place) sum_page<How>(column, keys, of_keys, before, appended, summary_of(a, slot, kv_head, page));
+  } else if (How == Summed::stored_bounds && placed && mine) {
+    write_bounds(summary_of(a, slot, kv_head, page), l, least, most, key, offset == 0, lane);
   }
 }
 
