@@ -6,7 +6,8 @@
 // Apart, these are two or three launches. Each of them waits for its lengths and tables, and for its last blocks.
 //
 // All blocks of a group are under way at once, because the grid is no larger than the room of the multiprocessors. No
-// block of a later kernel takes that room before all of them have begun. A larger grid has groups of one block.
+// block of a later kernel takes that room before all of them have begun. Copies for rows that sit the step out may hold
+// multiprocessors, so some blocks of a group begin late, which costs time alone. A larger grid has groups of one block.
 #include <algorithm>
 
 #include "base/lanes.cuh"
