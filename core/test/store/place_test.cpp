@@ -62,8 +62,11 @@ TEST_CASE("place moves what differs from the set before, and nothing else") {
   store.check_invariants();
 }
 
-// The same with no free frame left: another sequence takes all others. Page 9 then comes in the frame of page 2.
+// The same with no free frame left: another sequence takes all others. Page 9 then comes in the frame of page 2, also
+// without `reuse`.
 TEST_CASE("place brings pages in the frames of those that leave where no other is free") {
+  const bool reuse = GENERATE(true, false);
+  CAPTURE(reuse);
   Placed f;
   f.options.shape.layers = 1;
   const std::int64_t frame = frame_layout(f.options, {}).bytes;
@@ -78,11 +81,11 @@ TEST_CASE("place brings pages in the frames of those that leave where no other i
   const std::vector<std::int32_t> rows{slot};
   const auto frame_of = [&](int head, int page) { return store.view(0, rows).entry(0, head, page).frame; };
   const std::int32_t of_2[] = {frame_of(0, 2), frame_of(1, 2)}, of_5 = frame_of(1, 5);
-  REQUIRE(place(store, slot, Lists(2, {5, 9}).pages(), {}).fit == Fit::ok);
+  REQUIRE(place(store, slot, Lists(2, {5, 9}).pages(), {.reuse = reuse}).fit == Fit::ok);
   CHECK(pages_on(store, Tier::device, slot, 1) == Pages{5, 9, 11});
   for (const int head : {0, 1}) CHECK(frame_of(head, 9) == of_2[head]);
   CHECK(frame_of(1, 5) == of_5);
-  REQUIRE(place(store, slot, Lists(2, {0, 10}).pages(), {}).fit == Fit::ok);  // two come, two leave
+  REQUIRE(place(store, slot, Lists(2, {0, 10}).pages(), {.reuse = reuse}).fit == Fit::ok);  // two come, two leave
   CHECK(pages_on(store, Tier::device, slot, 0) == Pages{0, 10, 11});
   CHECK(test::stored_tokens(store, 0, slot, 0) == before);
   store.check_invariants();
