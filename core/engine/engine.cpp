@@ -804,7 +804,7 @@ Fit Engine::observe(const DecodeLayer& l) {
     policy_->observe(layer_step(l), edits, stream_);
     check_reads("observe", edits);
     if (needs_.capturable()) check_step("observe", edits);
-    return apply_after("observe", edits.all(), *l.slots);
+    return apply_after("observe", edits.all(), *l.slots, true);
   }
   late_layers_.push_back(l);
   if (!keeps_rows() || !store_->in_graph()) return observe_late(false);
@@ -872,20 +872,21 @@ void Engine::check_late(const Edits& edits) {
                                     "edits alone, not for its end");
 }
 
-Fit Engine::apply_after(const char* callback, const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
+Fit Engine::apply_after(const char* callback, const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots,
+                        bool last) {
   for (const Edit& e : edits)
     if (e.when.kind == Deadline::this_attention)
       throw Error(Errc::plugin, std::string(callback) + ": got an edit for this attention, wanted it in select()");
-  return apply(edits, slots);
+  return apply(edits, slots, last);
 }
 
-Fit Engine::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
+Fit Engine::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots, bool last) {
   if (edits.empty()) return Fit::ok;
   ops::Finding* nan = nullptr;
   for (const Edit& e : edits)
     if (e.verb == Edit::evict_surplus && !e.surplus.scores && e.surplus.column >= 0)
       if (Verified* policy = verified(policy_.get())) nan = policy->finding(stream_);
-  return store_->apply(edits, slots, nan).fit;
+  return store_->apply(edits, slots, nan, last).fit;
 }
 
 }  // namespace kvlab

@@ -221,8 +221,10 @@ class Engine final : private LayerHooks {
   void give_text(int slot, std::int64_t position, std::span<const int> tokens);  // to LayerKv::text
   void give_text(int slot, const std::vector<Given>& given);
   // Of a callback that is not select().
-  Fit apply_after(const char* callback, const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
-  Fit apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
+  // last: as of Store::apply.
+  Fit apply_after(const char* callback, const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots,
+                  bool last = false);
+  Fit apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots, bool last = false);
   // Ends a call of the executor. Throws NonFiniteStep for the model's numbers, then the error of Verified::verify() for
   // the policy's. Returns fit.
   Fit settled(Fit fit, const std::vector<std::int32_t>& slots) const;

@@ -82,6 +82,7 @@ Fit Executor::run_layers(const std::vector<std::int32_t>& slots, LayerHooks& hoo
     if (fit != Fit::ok) return fit;
     finish_layer(layer, n);
   }
+  cache_.end_layers();
   if (const Fit fit = hooks.finish_step(slots, longest); fit != Fit::ok) return fit;
   if (const Fit fit = cache_.end_step().fit; fit != Fit::ok) return fit;
   head(n, out);

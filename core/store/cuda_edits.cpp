@@ -42,18 +42,50 @@ Applied CudaStore::keep_tokens(const Edit& e, const std::vector<std::int32_t>& s
 
 Applied CudaStore::evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) {
   if (slots.empty()) return {Fit::ok, -1};
+  evict_together({{e, slots, nan}});
+  return {Fit::ok, -1};
+}
+
+// Scratch is other memory by then. Ranks under re_rotate take memory of every token of a layer. Where pages cross tiers,
+// later edits of the step may want the frames.
+bool CudaStore::may_leave_later(const Edit& e) const {
+  const Surplus& of = e.surplus;
+  if (of.scores || options_.rope == RopeRegime::re_rotate || options_.host_pages || options_.archive) return false;
+  return !workspace_.is_scratch(of.keep.data) && !workspace_.is_scratch(of.pins);
+}
+
+void CudaStore::evict_together(const std::vector<Leaving>& all) {
   settle();
   stale_ = true;
   tails_stay_ = false;
-  CudaStoreSurplus a;
-  a.slots = rows_of(slots);
-  a.rows = static_cast<int>(slots.size());
-  a.of = e.surplus;
-  a.layer = e.layer;
-  a.nan = nan;
-  a.edit = ++edit_;
-  only_on_cuda<cuda_store::evict_surplus>(layer(e.layer), a, stream_);
-  return {Fit::ok, -1};
+  const auto to_next_keep = [&](std::size_t i) {
+    const auto at = [&](std::size_t k) { return reinterpret_cast<std::intptr_t>(all[k].edit.surplus.keep.data); };
+    return (at(i) - at(i - 1)) / static_cast<std::intptr_t>(sizeof(std::int32_t));
+  };
+  for (std::size_t begin = 0, end = 0; begin < all.size(); begin = end) {
+    const Leaving& first = all[begin];
+    const Surplus& of = first.edit.surplus;
+    const auto goes_on = [&](const Leaving& next, std::size_t i) {
+      const Surplus& s = next.edit.surplus;
+      return next.edit.layer == first.edit.layer + static_cast<int>(i - begin) && next.slots == first.slots &&
+             next.nan == first.nan && s.column == of.column && s.pins == of.pins && s.keep.stride == of.keep.stride &&
+             to_next_keep(i) == to_next_keep(begin + 1);
+    };
+    for (end = begin + 1; end < all.size() && goes_on(all[end], end);) ++end;
+    CudaStoreSurplus a;
+    a.slots = rows_of(first.slots);
+    a.rows = static_cast<int>(first.slots.size());
+    a.of = of;
+    a.layer = first.edit.layer;
+    a.layers = static_cast<int>(end - begin);
+    a.slots_of_layer = options_.shape.max_slots;
+    a.next_keep = a.layers > 1 ? to_next_keep(begin + 1) : 0;
+    a.nan = first.nan;
+    a.edit = edit_ + 1;
+    edit_ += static_cast<unsigned>(a.layers);
+    a.last = last_of_layers(0) + a.layer;
+    only_on_cuda<cuda_store::evict_surplus>(layer(a.layer), a, stream_);
+  }
 }
 
 Applied CudaStore::swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) {
@@ -112,7 +144,7 @@ Applied CudaStore::edit_pages(const Edit& e, const std::vector<std::int32_t>& sl
 
 CudaStorePlace CudaStore::place_of(const Edit& e, const std::vector<std::int32_t>& slots) {
   auto a = list_of<CudaStorePlace>(e, rows_of(slots), slots.size(), ++edit_);
-  a.last = reinterpret_cast<unsigned long long*>(counters_.as<>() + sizeof(CudaStoreCounters)) + e.layer;
+  a.last = last_of_layers(1) + e.layer;
   a.heads = e.heads;
   a.pins = e.pins;
   a.room = e.room;

@@ -50,7 +50,8 @@ struct CudaStoreCounters {
   unsigned long long fetched = 0;        // tokens that came from archives
   unsigned long long fired = 0;          // edits that changed something
   unsigned long long last_step[3] = {};  // as last_edit, of the edits of CudaStoreStep
-  // The latest edit that counted. Behind it stand those of place edits, [layer], where there are such edits.
+  // The latest edit that counted. Behind it stand those of evict_surplus, [layer], and those of place edits, [layer],
+  // where there are such edits.
   unsigned long long last_edit = 0;
 };
 
@@ -105,11 +106,18 @@ struct CudaStoreList : CudaStoreRows {
   unsigned long long edit = 0;
 };
 
+// Of `layers` layers that follow each other, from the one of the CudaStoreLayer on. Each is an edit of its own, and
+// their numbers follow each other, too. Layers differ in `keep` alone. Several have neither scores nor
+// CudaStoreLayer::inv_freq.
 struct CudaStoreSurplus : CudaStoreRows {
   Surplus of;
-  int layer = 0;                // for nan
-  ops::Finding* nan = nullptr;  // see Store::apply
-  unsigned long long edit = 0;
+  int layer = 0;  // for nan
+  int layers = 1;
+  int slots_of_layer = 0;             // a slot of the next layer is so many slots further
+  std::int64_t next_keep = 0;         // numbers from a layer's first one in `keep` to the next layer's
+  ops::Finding* nan = nullptr;        // see Store::apply
+  unsigned long long edit = 0;        // of the first layer
+  unsigned long long* last = nullptr;  // [layer] the latest edit that counted as fired; edits are numbered from 1
 };
 
 struct CudaStoreRewrite : CudaStoreRows {
@@ -233,7 +241,7 @@ void before_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream)
 // keep keeps the listed tokens; evict removes them. Both leave the tokens in the order that CpuStore does.
 void keep(const CudaStoreLayer& s, const CudaStoreList& kept, Stream stream);
 void evict(const CudaStoreLayer& s, const CudaStoreList& lost, Stream stream);
-// Evicts the tokens beyond a number: those that ops::top_tokens would leave out.
+// Evicts the tokens beyond a number, in one launch for all layers: those that ops::top_tokens would leave out.
 void evict_surplus(const CudaStoreLayer& s, const CudaStoreSurplus& a, Stream stream);
 void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, Stream stream);
 // Stores one side of all tokens. Pages are in the cache's dtype.

@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(512)
   x.rest = rest;
   if (wrong_list(s, a, row, head, before)) return;
   std::int32_t* rank = ranks ? ranks + std::int64_t{blockIdx.x} * s.pages * s.layout.page_size : nullptr;
-  close_holes<Unit, Mixed>(s, h, before, rest ? before - x.count : x.count, x, rank, a.edit);
+  close_holes<Unit, Mixed>(s, h, before, rest ? before - x.count : x.count, x, rank, a.edit, &s.counters->last_edit);
 }
 
 // A warp evicts at most one token of a head.

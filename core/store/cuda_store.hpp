@@ -201,6 +201,13 @@ class CudaStore final : public Store {
   std::int64_t frames_missing(const CudaStorePageEdit& e, int layer, const std::vector<std::int32_t>& slots) const;
   Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) override;
+  bool may_leave_later(const Edit& e) const override;
+  void evict_together(const std::vector<Leaving>& all) override;
+  // What stands behind CudaStoreCounters, [layer]: 0 = of evict_surplus, 1 = of place edits.
+  unsigned long long* last_of_layers(int kind) const {
+    return reinterpret_cast<unsigned long long*>(counters_.as<>() + sizeof(CudaStoreCounters)) +
+           kind * options_.shape.layers;
+  }
   Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   std::optional<Applied> step_down(const std::array<Edit, 3>& edits, const std::vector<std::int32_t>& slots) override;
   Applied edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;

@@ -1,6 +1,6 @@
-// evict_surplus: one block per (row, KV head) finds the tokens that leave and closes their holes. A decode step that
-// evicts what it appended loses one token of each head. That takes one pass over the ranks, and the last token's bytes
-// are loaded meanwhile.
+// evict_surplus: one block per (KV head, row, layer) finds the tokens that leave and closes their holes. A decode step
+// that evicts what it appended loses one token of each head. That takes one pass over the ranks, and the last token's
+// bytes are loaded meanwhile.
 #include <kvlab/error.hpp>
 
 #include <algorithm>
@@ -115,16 +115,25 @@ __device__ void close_hole(const CudaStoreLayer& s, const Head& h, int n, int ho
   if (warp == 1 && !emptied && !(moves && from == to)) outdated(from);
 }
 
+// The tables of all layers lie one behind the other.
+__device__ __forceinline__ int slot_of(const CudaStoreSurplus& a, int row, int layer) {
+  return a.slots[row] + layer * a.slots_of_layer;
+}
+__device__ __forceinline__ unsigned long long edit_of(const CudaStoreSurplus& a, int layer) {
+  return a.edit + static_cast<unsigned>(layer);
+}
+
 // Evicts any number of tokens, from pages on any tier. A call, so that the kernel keeps its registers for one token.
 template <class Unit, bool Mixed>
 __device__ __noinline__ void evict_many(const CudaStoreLayer& s, const CudaStoreSurplus& a, int n, int keep,
                                         unsigned* chosen, SelectShared& shared, std::int32_t* rank) {
-  const int head = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
+  const int head = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y),
+            layer = static_cast<int>(blockIdx.z);
   const int mine = static_cast<int>(threadIdx.x), p = s.layout.page_size;
   const bool by_score = a.of.scores.data, by_age = !by_score && a.of.column < 0;
   const float* scores = by_score ? &a.of.scores(row, head, 0) : nullptr;
   const Pins pins = a.of.pins ? a.of.pins[row] : Pins{};
-  const Head h = head_of(s, a.slots[row], head);
+  const Head h = head_of(s, slot_of(a, row, layer), head);
   const auto at = [&](int t) {
     const int page = t / p;
     return reinterpret_cast<const std::int32_t*>(page_at(s, h, page) + layout_at(s, h, page).positions)[t % p];
@@ -141,7 +150,7 @@ __device__ __noinline__ void evict_many(const CudaStoreLayer& s, const CudaStore
       if (const float x = score(t); x != x) {
         atomicAdd(reinterpret_cast<unsigned long long*>(&nan->count), 1ull);
         atomicMax(reinterpret_cast<unsigned long long*>(&nan->first),
-                  static_cast<unsigned long long>(ops::Finding::key(a.layer, head, at(t))));
+                  static_cast<unsigned long long>(ops::Finding::key(a.layer + layer, head, at(t))));
       }
   const ops::device::Leaving leaving = ops::device::find_surplus(at, score, by_age, n, keep, pins, chosen, shared);
   if (leaving.count == 0) return;
@@ -160,7 +169,8 @@ __device__ __noinline__ void evict_many(const CudaStoreLayer& s, const CudaStore
     sum += total;
   }
   __syncthreads();
-  close_holes<Unit, Mixed>(s, h, n, leaving.count, Leaves{chosen, before, words}, rank, a.edit);
+  close_holes<Unit, Mixed>(s, h, n, leaving.count, Leaves{chosen, before, words}, rank, edit_of(a, layer),
+                           a.last + layer);
 }
 
 template <class Unit, bool Mixed, By by>
@@ -170,7 +180,8 @@ __global__ void __launch_bounds__(threads)
   extern __shared__ unsigned chosen[];  // [words] bits of the tokens that leave, then [words] Leaves::before
   __shared__ SelectShared shared;
   __shared__ Found found[warps];
-  const int head = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
+  const int head = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y),
+            layer = static_cast<int>(blockIdx.z);
   const int mine = static_cast<int>(threadIdx.x), p = s.layout.page_size;
   const PageLayout& l = s.layout;
   const float* scores = by == By::score ? &a.of.scores(row, head, 0) : nullptr;
@@ -178,7 +189,8 @@ __global__ void __launch_bounds__(threads)
 
   let_successor_start();
   wait_for_predecessor();
-  const int slot = a.slots[row], wanted = a.of.keep(row, head), keep = max(0, wanted);
+  const int slot = slot_of(a, row, layer), wanted = (&a.of.keep(row, head))[layer * a.next_keep],
+            keep = max(0, wanted);
   const Pins pins = a.of.pins ? a.of.pins[row] : Pins{};
   const int first = max(0, pins.first), last = max(0, pins.last);
   // 4 tokens that a thread loads lie in one page.
@@ -200,8 +212,9 @@ __global__ void __launch_bounds__(threads)
   std::int32_t* rank = ranks ? ranks + (std::int64_t{row} * s.kv_heads + head) * s.pages * p : nullptr;
 
   if (!Mixed && n == keep + 1 && std::int64_t{first} + last <= keep && aligned && last_frame >= 0) {
-    unsigned long long counted = a.edit;
-    if (mine == 0) counted = atomicExch(&s.counters->last_edit, a.edit);
+    const unsigned long long edit = edit_of(a, layer);
+    unsigned long long counted = edit;
+    if (mine == 0) counted = atomicExch(a.last + layer, edit);
     std::byte* from = frame_at(s, 0, last_frame);
     const int offset = keep & (p - 1);
     LastToken<Unit> token;
@@ -264,7 +277,7 @@ __global__ void __launch_bounds__(threads)
     if constexpr (by != By::age) own.last = __reduce_add_sync(all_lanes, own.last);
     if (mine % 32 == 0) found[mine / 32] = own;
     unusual = __syncthreads_or(unusual);
-    if (counted != a.edit) atomicAdd(&s.counters->fired, 1ull);
+    if (counted != edit) atomicAdd(&s.counters->fired, 1ull);
     Found all{~0ull, 0, 0};
 #pragma unroll
     for (const Found& of_warp : found) {
@@ -306,8 +319,10 @@ void evict_surplus(const CudaStoreLayer& s, const CudaStoreSurplus& a, Stream st
   if (bytes > 32 * 1024)
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)),
           "evict_surplus");
+  if (a.layers > 1 && (s.inv_freq || a.of.scores))
+    throw Error(Errc::internal, "got several layers by scores or under re_rotate, wanted one", "store evict_surplus (CUDA)");
   std::int32_t* before = s.inv_freq ? store_ranks(s, a, "ranks before", stream.handle()) : nullptr;
-  const dim3 grid(static_cast<unsigned>(s.kv_heads), static_cast<unsigned>(a.rows));
+  const dim3 grid(static_cast<unsigned>(s.kv_heads), static_cast<unsigned>(a.rows), static_cast<unsigned>(a.layers));
   launch("evict_surplus", kernel, grid, threads, static_cast<std::size_t>(bytes), stream_of(stream), true, s, a,
          before);
   if (before) turn_keys(s, a, before, store_ranks(s, a, "ranks after", stream.handle()), stream.handle());

@@ -183,7 +183,7 @@ __device__ void move_tokens(const CudaStoreLayer& s, const Head& h, std::int32_t
 // i-th place that a token leaves, both ascending. Holes matter up to the first at or above the count that stays.
 template <class Unit, bool Mixed, class Places>
 __device__ void close_holes(const CudaStoreLayer& s, const Head& h, int before, int lost, const Places& x,
-                            std::int32_t* rank, unsigned long long edit) {
+                            std::int32_t* rank, unsigned long long edit, unsigned long long* last_edit) {
   if (lost <= 0) return;
   const int mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x), p = s.layout.page_size;
   const int count = before - lost;
@@ -220,7 +220,7 @@ __device__ void close_holes(const CudaStoreLayer& s, const Head& h, int before, 
       PageEntry& upper = h.table[0][last].frame >= 0 ? h.table[0][last] : h.table[1][last];
       upper.tokens = static_cast<std::uint16_t>(count - last * p);
     }
-    count_fired(s, edit);
+    count_fired(s, edit, last_edit);
   }
   __syncthreads();
 

@@ -628,8 +628,19 @@ void Store::check_grouped(const Edit& e, const std::vector<std::int32_t>& slots)
                 "edit of layer " + std::to_string(e.layer));
 }
 
+bool Store::leaves_later(int layer) const {
+  return std::any_of(leaving_.begin(), leaving_.end(), [&](const Leaving& l) { return l.edit.layer == layer; });
+}
+
+void Store::end_layers() {
+  if (leaving_.empty()) return;
+  const PartTimer timer(Part::compact);
+  evict_together(std::exchange(leaving_, {}));
+}
+
 Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) {
   check_grouped(e, slots);
+  if (leaves_later(e.layer)) end_layers();
   const PartTimer timer(moves_pages(e.verb) ? Part::recall : Part::compact);
   Applied one;
   switch (e.verb) {
@@ -668,12 +679,14 @@ void Store::end_beside() {
   beside_ = false;
 }
 
-Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots, ops::Finding* nan) {
+Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots, ops::Finding* nan,
+                     bool last) {
   Applied total;
   for (std::size_t i = 0; i < edits.size(); ++i) {
     const Edit& e = edits[i];
     if (e.verb == Edit::attend || e.verb == Edit::attend_tokens) continue;
     if (e.layer == Edit::all_layers) {
+      end_layers();
       check_all_layers(e);
       const std::vector<std::int32_t> all = in_all_layers(slots);
       if (steps_down(edits, i)) {
@@ -713,6 +726,13 @@ Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int3
           "its end");
     if (later || e.when.kind == Deadline::next_step || e.when.kind == Deadline::sequence) {
       in_graph_ ? hold(e, slots) : defer(e, slots);
+      continue;
+    }
+    if (last && in_graph_ && e.verb == Edit::evict_surplus && i + 1 == edits.size() && may_leave_later(e)) {
+      check_grouped(e, slots);
+      if (leaves_later(e.layer)) end_layers();
+      leaving_.push_back({e, slots, nan});
+      total += {Fit::ok, -1};
       continue;
     }
     total += carry_out(e, slots, nan);

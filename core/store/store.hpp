@@ -122,10 +122,17 @@ class Store {
   // Lists are memory of the stream's device. A wrong list throws Errc::plugin: at once on the CPU, with the next exact
   // answer on CUDA. nan: memory of that device where evict_surplus notes NaN among the ranks; null = NaN ranks below
   // all.
-  Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots, ops::Finding* nan = nullptr);
+  // last: nothing of this step looks at these layers after the callback, until end_layers(). In a graph's step a GPU
+  // then leaves an evict_surplus at the end of `edits` for that call, if it goes by age or by a column and its numbers
+  // are no scratch. An exact answer and another edit of the layer carry it out before.
+  Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots, ops::Finding* nan = nullptr,
+                bool last = false);
+  // Runs once per decode step, behind the last layer and before what looks at all layers: the evictions that wait run,
+  // those of layers that are alike in one launch.
+  void end_layers();
   // Says that a graph holds this step's work, or is to hold it, until the next call. Work that needs the host then
   // throws Errc::plugin: edits that wait for a step after this one, and uploads.
-  void in_graph(bool yes) { in_graph_ = yes, held_count_ = 0, workspace_.in_graph(yes); }
+  void in_graph(bool yes) { in_graph_ = yes, held_count_ = 0, leaving_.clear(), workspace_.in_graph(yes); }
   bool in_graph() const { return in_graph_; }
   // Runs once per decode step, after the last layer's edits: carries out those that wait for the end of a graph's step.
   Applied end_step();
@@ -219,6 +226,14 @@ class Store {
   // The verbs. apply() has checked the edit and the shape of its list.
   virtual Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // evict, evict_rest
   virtual Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) = 0;
+  // An evict_surplus that waits for those of other layers.
+  struct Leaving {
+    Edit edit;
+    std::vector<std::int32_t> slots;
+    ops::Finding* nan = nullptr;
+  };
+  virtual bool may_leave_later(const Edit& /*e*/) const { return false; }
+  virtual void evict_together(const std::vector<Leaving>& /*all*/) {}  // in the order of the callbacks
   virtual Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // move
   virtual Applied edit_pages(const Edit& e,
                              const std::vector<std::int32_t>& slots) = 0;  // offload, recall, drop, encode
@@ -336,7 +351,9 @@ class Store {
     std::vector<std::int32_t> slots;
     StreamMemory memory;
   };
-  std::vector<Held> held_;  // the first held_count_ are of this step
+  std::vector<Leaving> leaving_;  // of this step
+  bool leaves_later(int layer) const;
+  std::vector<Held> held_;        // the first held_count_ are of this step
   std::size_t held_count_ = 0;
   std::int64_t held_moves_ = 0;  // allocations
 

@@ -3,6 +3,7 @@
 #include <kvlab/error.hpp>
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 
 namespace kvlab {
@@ -91,6 +92,14 @@ std::size_t StoreWorkspace::left() const {
   std::size_t used = 0;
   for (const Block& b : blocks_) used += b.used;
   return (grows_ ? std::numeric_limits<std::size_t>::max() : blocks_.back().bytes) - used;
+}
+
+bool StoreWorkspace::is_scratch(const void* data) const {
+  const auto* at = static_cast<const std::byte*>(data);
+  return std::any_of(blocks_.begin(), blocks_.end(), [&](const Block& b) {
+    const std::byte* begin = b.memory.as<>();
+    return !std::less<>()(at, begin) && std::less<>()(at, begin + b.bytes);
+  });
 }
 
 void* StoreWorkspace::state(const char* tag, std::size_t bytes_per_slot, int slots) {

@@ -28,6 +28,7 @@ class StoreWorkspace final : public Workspace {
   [[noreturn]] static void refuse_upload(const char* tag);
   void reset();                                  // frees all scratch; keeps the memory of the largest use
   std::size_t left() const;                      // bytes of scratch that no callback has taken yet
+  bool is_scratch(const void* data) const;       // whether it lies in memory that scratch takes now
   void clear_slot(int slot);                     // zeroes the slot's state
   std::int64_t moves() const { return moves_; }  // blocks allocated; each voids the addresses of earlier callbacks
   std::size_t slot_bytes() const;
