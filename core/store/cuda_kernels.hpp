@@ -113,10 +113,10 @@ struct CudaStoreSurplus : CudaStoreRows {
   Surplus of;
   int layer = 0;  // for nan
   int layers = 1;
-  int slots_of_layer = 0;             // a slot of the next layer is so many slots further
-  std::int64_t next_keep = 0;         // numbers from a layer's first one in `keep` to the next layer's
-  ops::Finding* nan = nullptr;        // see Store::apply
-  unsigned long long edit = 0;        // of the first layer
+  int slots_of_layer = 0;              // a slot of the next layer is so many slots further
+  std::int64_t next_keep = 0;          // numbers from a layer's first one in `keep` to the next layer's
+  ops::Finding* nan = nullptr;         // see Store::apply
+  unsigned long long edit = 0;         // of the first layer
   unsigned long long* last = nullptr;  // [layer] the latest edit that counted as fired; edits are numbered from 1
 };
 

@@ -136,7 +136,8 @@ CudaStore::Sizes CudaStore::sizes(const StoreOptions& o) {
   out.lower_pages = o.codecs.size() > 1 ? out.lengths : 0;
   out.rows = slots * (slots + 1) / 2 * word;
   out.all_rows = o.all_layers ? n(s.layers) * out.rows : 0;
-  out.counters = sizeof(CudaStoreCounters) + n(s.layers * (o.host_pages ? 2 : 1)) * sizeof(CudaStoreCounters::last_edit);
+  out.counters =
+      sizeof(CudaStoreCounters) + n(s.layers * (o.host_pages ? 2 : 1)) * sizeof(CudaStoreCounters::last_edit);
   out.inv_freq = o.rope_table.inv_freq ? n(s.head_dim / 2) * sizeof(float) : 0;
   out.jobs = (4 + 4 * of_layer) * word;
   out.summaries = pages * n(summary_bytes(o));

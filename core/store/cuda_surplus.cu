@@ -189,8 +189,7 @@ __global__ void __launch_bounds__(threads)
 
   let_successor_start();
   wait_for_predecessor();
-  const int slot = slot_of(a, row, layer), wanted = (&a.of.keep(row, head))[layer * a.next_keep],
-            keep = max(0, wanted);
+  const int slot = slot_of(a, row, layer), wanted = (&a.of.keep(row, head))[layer * a.next_keep], keep = max(0, wanted);
   const Pins pins = a.of.pins ? a.of.pins[row] : Pins{};
   const int first = max(0, pins.first), last = max(0, pins.last);
   // 4 tokens that a thread loads lie in one page.
@@ -320,7 +319,8 @@ void evict_surplus(const CudaStoreLayer& s, const CudaStoreSurplus& a, Stream st
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)),
           "evict_surplus");
   if (a.layers > 1 && (s.inv_freq || a.of.scores))
-    throw Error(Errc::internal, "got several layers by scores or under re_rotate, wanted one", "store evict_surplus (CUDA)");
+    throw Error(Errc::internal, "got several layers by scores or under re_rotate, wanted one",
+                "store evict_surplus (CUDA)");
   std::int32_t* before = s.inv_freq ? store_ranks(s, a, "ranks before", stream.handle()) : nullptr;
   const dim3 grid(static_cast<unsigned>(s.kv_heads), static_cast<unsigned>(a.rows), static_cast<unsigned>(a.layers));
   launch("evict_surplus", kernel, grid, threads, static_cast<std::size_t>(bytes), stream_of(stream), true, s, a,

@@ -39,7 +39,7 @@ struct Deadline {
 };
 
 // Which tokens ops::top_tokens would leave out, without a list. All is memory of the stream's device. A policy that is
-// capturable takes `keep` and `pins` by Workspace::constant, in attach.
+// capturable takes `keep` and `pins` by Workspace::constant, in attach, or by StepNumbers (kvlab/step_numbers.hpp).
 struct Surplus {
   View<const std::int32_t, 2> keep;  // [row, kv_head]; a head of at most so many tokens keeps them all
   const Pins* pins = nullptr;        // [row], or null
@@ -156,7 +156,7 @@ class Edits {
   void fill_left_out(const LeftOut& left_out) { left_out_.push_back(left_out); }
   void evict(const TokenList& tokens, Deadline when = {}) { push(Edit::evict, tokens, when); }
   void evict_rest(const TokenList& kept, Deadline when = {}) { push(Edit::evict_rest, kept, when); }
-  // Finds the tokens and evicts them at once: one launch on the GPU.
+  // Finds and evicts the tokens, in a graph maybe behind the last layer: `keep`, `pins` and the column stay until then.
   void evict_surplus(const Surplus& surplus) { push(Edit::evict_surplus, {}, {}).surplus = surplus; }
   void offload(const PageList& pages, Deadline when = {}) { push(Edit::offload, pages, when); }
   void drop(Tier tier, const PageList& pages, Deadline when = {}) { push(Edit::drop, pages, when).tier = tier; }

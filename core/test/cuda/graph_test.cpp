@@ -12,6 +12,7 @@
 #include "ops/select/allot.hpp"
 #include "support/cell_fixture.hpp"
 #include "support/evict_and_recall.hpp"
+#include "support/joined_launches.hpp"
 #include "support/store_fixture.hpp"
 #include "support/token_reader.hpp"
 
@@ -618,6 +619,41 @@ TEST_CASE("cuda engine: steps that evict are replayed") {
     p.graphs.store().check_invariants();
   }
   CHECK(known == 6);
+}
+
+TEST_CASE("cuda engine: all layers of a graph's step evict in one launch") {
+  int known = 0;
+  for (const test::Subject& s : test::subjects().list()) {
+    const bool streams = s.label == "duo_attention";
+    if (!streams && s.label != "h2o" && s.label != "window" && s.label != "streaming_llm" && s.label != "keyformer") continue;
+    CAPTURE(s.label);
+    ++known;
+    PolicySpec spec = streams ? s.spec : test::with_budget(s.spec, BudgetAmount::tokens, 40);
+    spec.page_size = 16;
+    Pair p(spec, 0, "synthetic/tiny-deep", 120);
+    const int a = p.open(30, 1), b = p.open(70, 2), steps = cases::quick() ? 12 : 18;
+    const int layers = p.model->config.layers;
+    {
+      const test::JoinedLaunches launches;
+      for (int i = 0; i < steps; ++i) p.step({a, b});
+      // Those of the step in front of the graph, of the graph's capture, and of the other engine, which has none.
+      const auto count = [](const std::vector<int>& all, int n) { return std::count(all.begin(), all.end(), n); };
+      CHECK(count(launches.evictions(), layers) == 2);
+      CHECK(count(launches.evictions(), 1) == steps * layers);
+      CHECK(std::ssize(launches.evictions()) == 2 + steps * layers);
+    }
+    CHECK(p.graphs.replays() == steps - 1);
+    CHECK(p.graphs.fired() == p.eager.fired());
+    for (int layer = 0; layer < layers; ++layer)
+      for (const int slot : {a, b}) {
+        CHECK(p.graphs.store().positions_by_place(layer, slot, 1) ==
+              p.eager.store().positions_by_place(layer, slot, 1));
+        CHECK(test::stored_tokens(*p.graphs.store().set_aside(slot), layer, 0, 1) ==
+              test::stored_tokens(*p.eager.store().set_aside(slot), layer, 0, 1));
+      }
+    p.graphs.store().check_invariants();
+  }
+  CHECK(known == 5);
 }
 
 TEST_CASE("cuda engine: steps that read lists of an amount of their own, or chunks, are replayed") {

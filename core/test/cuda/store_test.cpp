@@ -20,6 +20,7 @@
 #include "ops/score/verify.hpp"
 #include "ops/select/chosen_pages.hpp"
 #include "store/unused.hpp"
+#include "support/joined_launches.hpp"
 #include "support/store_fixture.hpp"
 
 using namespace kvlab;
@@ -1365,6 +1366,119 @@ TEST_CASE("cuda store: the surplus that leaves a step is the CPU's, place by pla
       }
       both.check();
     }
+}
+
+// What a step's layers leave for its end. Layer 0 is evicted at once, because the policy leaves it out.
+TEST_CASE("cuda store: the surplus of a graph's step leaves behind its layers, in one launch, as the CPU's does") {
+  const int kind = GENERATE(0, 1, 4, 9, 11);
+  StoreFixture f = fixture(kind);
+  f.options.host_pages = f.options.pauses = false;
+  Shape& s = f.options.shape;
+  s.layers = 5, s.max_tokens = 90;
+  for (const int column : {-1, f.options.token_state.empty() ? -1 : 0}) {
+    CAPTURE(kind, column);
+    Both both(f, 3);
+    both.open();
+    both.open();
+    const std::vector<std::int32_t> rows{both.slots[1], both.slots[0]};
+    for (const int slot : rows) REQUIRE(both.append(slot, 70 - 9 * slot) == Fit::ok);
+    const auto n = static_cast<std::int64_t>(rows.size()), heads = std::int64_t{s.kv_heads};
+    std::vector<std::int32_t> amounts;  // [layer][row, kv_head], of all layers
+    for (int i = 0; i < s.layers * n * heads; ++i) amounts.push_back(48 + 3 * (i % 5));
+    const std::vector<Pins> pins(2, {2, 5});
+    OnDevice there;
+    const std::int32_t* keep = there.put(amounts);
+    const Pins* pins_there = there.put(pins);
+    const auto apply = [&](int layer) {
+      Surplus a, b;
+      a.keep = View<const std::int32_t, 2>::dense(amounts.data() + layer * n * heads, {n, heads});
+      b.keep = View<const std::int32_t, 2>::dense(keep + layer * n * heads, {n, heads});
+      a.pins = pins.data(), b.pins = pins_there;
+      a.column = b.column = column;
+      Edits of_cpu(layer), of_cuda(layer);
+      of_cpu.evict_surplus(a), of_cuda.evict_surplus(b);
+      REQUIRE(both.cpu.apply(of_cpu.all(), rows, nullptr, true).fit == Fit::ok);
+      REQUIRE(both.cuda.apply(of_cuda.all(), rows, nullptr, true).fit == Fit::ok);
+    };
+    const auto lengths = [&](int layer) { return both.memory.get(both.cuda.view(layer, rows).length); };
+    for (int step = 0; step < 7; ++step) {
+      CAPTURE(step);
+      REQUIRE(both.step(rows) == Fit::ok);
+      for (int layer = 0; layer < s.layers && column >= 0; ++layer) {
+        const auto values = both.ranks(rows.size(), s.max_tokens);
+        const auto view = View<const float, 3>::dense(values.data(), {n, heads, s.max_tokens});
+        const PagedKv here = both.cpu.view(layer, rows), kv = both.cuda.view(layer, rows);
+        ops::blend_state({&here, column}, 0, view, 1, Stream::cpu());
+        OnDevice of_layer;
+        ops::blend_state({&kv, column}, 0, of_layer.put(view), 1, both.memory.stream());
+        both.memory.synchronize();
+      }
+      std::vector<std::vector<std::int32_t>> before;
+      for (int layer = 0; layer < s.layers; ++layer) before.push_back(lengths(layer));
+      test::JoinedLaunches launches;
+      both.cuda.in_graph(true);
+      for (int layer = 1; layer < s.layers; ++layer) apply(layer);
+      CHECK(launches.evictions().empty());
+      for (int layer = 0; layer < s.layers; ++layer) CHECK(lengths(layer) == before[static_cast<std::size_t>(layer)]);
+      if (step == 3) {  // an exact answer, and then the same layer once more
+        CHECK(both.cuda.length(2, rows[0], 1) == both.cpu.length(2, rows[0], 1));
+        CHECK(launches.evictions() == std::vector<int>{4});
+        apply(2);
+      }
+      if (step == 6) {  // places of what is left
+        std::vector<test::PerHead> first(rows.size(), test::PerHead(static_cast<std::size_t>(heads), {0, 7}));
+        both.apply(rows, 3, first, [](Edits& e, const IndexList& l) { e.evict(TokenList{l}); });
+        CHECK(launches.evictions() == std::vector<int>{4});
+      }
+      if (step == 5) apply(3);  // a second one of a layer
+      both.cuda.end_layers();
+      CHECK(launches.evictions() == (step == 3 || step == 5 ? std::vector<int>{4, 1} : std::vector<int>{4}));
+      both.cuda.end_layers();  // nothing waits
+      both.cuda.in_graph(false);
+      for (int layer = 1; layer < s.layers; ++layer) CHECK(lengths(layer) != before[static_cast<std::size_t>(layer)]);
+      both.check();
+    }
+    test::JoinedLaunches launches;  // no graph holds the step
+    apply(1);
+    apply(2);
+    CHECK(launches.evictions() == std::vector<int>{1, 1});
+    both.check();
+  }
+}
+
+TEST_CASE("cuda store: a surplus by scores, by scratch or beside a host tier leaves at once") {
+  for (const int what : {0, 1, 2, 3, 4}) {
+    CAPTURE(what);
+    StoreFixture f = fixture(0);
+    f.options.host_pages = what == 2, f.options.pauses = false;
+    if (what == 3) f.options.rope = RopeRegime::re_rotate;
+    Both both(f, 1);
+    both.open();
+    const std::vector<std::int32_t> rows{both.slots[0]};
+    REQUIRE(both.append(rows[0], 30) == Fit::ok);
+    OnDevice there;
+    const std::vector<std::int32_t> amounts(2, 20);
+    const auto scores = there.put(std::vector<float>(60, 1.f));
+    both.cuda.in_graph(true);
+    const test::JoinedLaunches launches;
+    Surplus s;
+    s.keep = View<const std::int32_t, 2>::dense(there.put(amounts), {1, 2});
+    if (what == 1) {
+      const auto scratch = take_scratch<std::int32_t>(both.cuda.workspace(), "keep", {1, 2});
+      copy_memory(scratch.data, amounts.data(), 8, both.memory.stream());
+      s.keep = scratch;
+    }
+    if (what == 0) s.scores = View<const float, 3>::dense(scores, {1, 2, 30});
+    Edits e(1);
+    e.evict_surplus(s);
+    if (what == 4) e.evict_surplus(s);  // the first is not the callback's last edit
+    REQUIRE(both.cuda.apply(e.all(), rows, nullptr, true).fit == Fit::ok);
+    CHECK(launches.evictions() == std::vector<int>{1});
+    both.cuda.end_layers();
+    CHECK(launches.evictions() == std::vector<int>(what == 4 ? 2 : 1, 1));
+    both.cuda.in_graph(false);
+    CHECK(both.cuda.length(1, rows[0], 1) == 20);
+  }
 }
 
 TEST_CASE("cuda store: NaN among the ranks of a surplus is noted with its place, on both devices") {
