@@ -36,7 +36,12 @@ PolicySpec spec_of(const json& p, Registry& registry) {
     if (split == "pyramid")
       s.split = use(registry, Role::budget, split, {{"beta", b["beta"].get<std::int64_t>()}, {"exact_total", false}});
     if (split == "adakv")
-      s.split = use(registry, Role::budget, split, {{"floor", b["floor"].get<double>()}, {"exact_total", false}});
+      s.split = use(
+          registry, Role::budget, split,
+          {{"floor", b["floor"].get<double>()}, {"floor_is", b.value("floor_is", "share")}, {"exact_total", false}});
+    if (split == "head_profile")
+      s.split = use(registry, Role::budget, split,
+                    {{"floor", b["floor"].get<double>()}, {"weights", b["weights"].get<std::string>()}});
   }
   if (p.contains("codec")) s.codec = use(registry, Role::codec, p["codec"], {});
   const auto params_of = [&](const json& map) {
@@ -233,5 +238,28 @@ TEST_CASE("policies keep, read and predict what the reference does") {
     }
     check_kept(c["kept_end"], engine, slot);
     engine.store().check_invariants();
+  }
+}
+
+// tools/goldens/kvpress_cases.py. Near ties of its prompts were ruled out.
+TEST_CASE("policies keep what kvpress keeps of a prompt") {
+  std::ifstream in(test::golden("policies/kvpress.json")), text(test::golden("recall_logits.json"));
+  const json golden = unpacked(json::parse(in)), ids = json::parse(text)["sequences"][0]["ids"];
+  const auto model = load_model(*open_checkpoint(test::golden(golden["model"])), DType::f32, "recall");
+  Registry registry;
+  const RegistryCatalog catalog(registry);
+  CHECK(golden["cases"].size() == 9);
+  for (const json& c : golden["cases"]) {
+    CAPTURE(c["name"].get<std::string>());
+    const PolicySpec spec = spec_of(c["policy"], registry);
+    const auto begin = ids.begin() + c["start"].get<int>();
+    const std::vector<int> prompt(begin, begin + golden["tokens"].get<int>());
+    EngineOptions o;
+    o.max_tokens = static_cast<int>(prompt.size());
+    o.budget = spec.budget;
+    Engine engine(model, build_policy(spec, catalog), o);
+    const int slot = engine.open();
+    REQUIRE(engine.prefill(slot, prompt, true, {}) == Fit::ok);
+    check_kept(c["kept"], engine, slot);
   }
 }
