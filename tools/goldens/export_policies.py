@@ -281,6 +281,13 @@ TEXT = {name: specs[name] for specs, names in (
     (OTHERS, "tova keydiff random expected_attention oracle heterocache minicache leankv razor_attention_compensation kvquant "
              "oracle_evict"),
 ) for name in names.split()}
+BRIEF = {  # two steps
+    "k_center": {"name": "k_center", "budget": BUDGET, "sinks": 2},
+    "sparq_mean_value_of_groups": {**SPARQ, "mean_value_of_groups": True},
+    "minicache_threshold": {**MINICACHE, "exact": 0.2, "retained": "threshold"},
+    "quest_twilight": OVER_QUEST,
+}
+TEXT |= BRIEF
 TEXT = {name: {**spec, **({"profile": {array: PROFILE[array] for array in spec["profile"]}} if "profile" in spec else {})}
         for name, spec in TEXT.items()}
 
@@ -410,8 +417,8 @@ def export_text(golden):
             spec = of_shape(spec, model, code[:200])
 
         def part(start):
-            prompt = ids[start:start + TEXT_PROMPT]
-            return {"start": start, "prompt": prompt, "forced": ids[start + TEXT_PROMPT:start + TEXT_PROMPT + TEXT_FORCED]}
+            end = start + TEXT_PROMPT
+            return {"start": start, "prompt": ids[start:end], "forced": ids[end:end + (2 if name in BRIEF else TEXT_FORCED)]}
         text, (case,) = without_doubts(model, [] if name == "kvquant" else others, {name: spec}, logit_ids,
                                        map(part, range(0, most, 4)))
         cases.append({**case, **text})

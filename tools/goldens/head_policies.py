@@ -125,8 +125,26 @@ class OmniKv(Full):
 
 
 class SparQ(Full):
-    """Scores keys by the largest components of the group's queries, sum |q|; s = q_r K_r / sqrt(D sum|q_r| / sum|q|)."""
+    """Scores keys by the largest components of the group's queries, sum |q|; s = q_r K_r / sqrt(D sum|q_r| / sum|q|).
+    With mean_value_of_groups the mean of all values counts for the share that the scores give what is not read."""
     lists_tokens = True
+
+    def configure(self, spec):
+        self.sums, self.share = {}, {}
+
+    def prompt(self, layer, prompt):
+        self.sums[layer] = [prompt.v.double().sum(1), prompt.n]
+        return super().prompt(layer, prompt)
+
+    def attend(self, layer, kv, q, keys, values):
+        output, probability = super().attend(layer, kv, q, keys, values)
+        if not self.spec.get("mean_value_of_groups", False) or layer < self.spec.get("dense_layers", 0):
+            return output, probability
+        if kv == 0:
+            self.sums[layer][1] += 1
+        self.sums[layer][0][kv] += values[-1].double()  # the step's own
+        mean, share = (self.sums[layer][0][kv] / self.sums[layer][1]).to(values.dtype), self.share[kv][:, None]
+        return share * output + (1 - share) * mean, probability
 
     def select(self, layer, q, k, kept):
         if layer < self.spec.get("dense_layers", 0):
@@ -140,9 +158,11 @@ class SparQ(Full):
             scale = (dim * large.abs().sum(1) / queries.abs().sum(1)).sqrt()
             if not self.spec.get("norm_scale", True):
                 scale = torch.ones_like(scale)
-            score = (large @ k[kv, :, largest].T / scale[:, None]).sum(0)
+            each = large @ k[kv, :, largest].T / scale[:, None]
+            score = each.sum(0)
             score[len(score) - local - 1:] = torch.inf
             read.append(head[policies.top(score, self.tokens)])
+            self.share[kv] = each.softmax(-1)[:, read[-1]].sum(-1)
         return read, None
 
 

@@ -159,26 +159,30 @@ class MiniCache(Full):
     """Pairs of layers share the direction of a token's key, and of its value; lengths stay each layer's own."""
 
     def configure(self, spec):
-        self.t, self.exact = spec.get("t", 0.6), spec.get("exact", 0.05)
+        self.t, self.exact, self.retained = spec.get("t", 0.6), spec.get("exact", 0.05), spec.get("retained", "threshold")
         self.begin = min(int(self.model.layers * spec.get("start", 0.5)), self.model.layers - 2)
 
     def finish_cache(self, keys, values):
         for layer in range(self.begin, self.model.layers - 1, 2):
             for side in keys, values:
                 for kv in range(self.model.kv_heads):
-                    former, own = shared_direction(side[layer][kv], side[layer + 1][kv], self.t, self.exact)
+                    former, own = shared_direction(side[layer][kv], side[layer + 1][kv], self.t, self.exact, self.retained)
                     side[layer][kv], side[layer + 1][kv] = former, own
 
 
-def shared_direction(former, own, t, exact):
-    """former and own [n, D] of two layers: with one direction, but for ceil(exact * n) tokens of most different ones."""
+def shared_direction(former, own, t, exact, retained="count"):
+    """former and own [n, D] of two layers: with one direction, but for the tokens of most different ones. These are
+    ceil(exact * n) ones (count), or all in the upper share `exact` of the range of angles (threshold)."""
     a, b = former.double(), own.double()
     u, v = (x / x.norm(dim=1, keepdim=True) for x in (a, b))
     angle = (u * v).sum(1).clamp(-1, 1).acos()
     direction = (((1 - t) * angle).sin()[:, None] * u + (t * angle).sin()[:, None] * v) / angle.sin()[:, None]
     direction = direction / direction.norm(dim=1, keepdim=True)
     stays = torch.zeros(len(a), dtype=torch.bool)
-    stays[top(angle, math.ceil(exact * len(a)))] = True
+    if retained == "count":
+        stays[top(angle, math.ceil(exact * len(a)))] = True
+    else:
+        stays = angle > angle.min() + (angle.max() - angle.min()) * (1 - exact)
     merged = [torch.where(stays[:, None], x, direction * x.norm(dim=1, keepdim=True)) for x in (a, b)]
     return merged[0].to(former.dtype), merged[1].to(own.dtype)
 

@@ -56,6 +56,25 @@ class KeyDiff(ByKeys):
         return -F.cosine_similarity(keys, F.normalize(keys, dim=-1).mean(0, keepdim=True), -1)
 
 
+class KCenter(ByKeys):
+    """Greedy k-center of the keys between the pins. The oldest one is the first centre, and ranks first."""
+
+    def configure(self, spec):
+        super().configure(spec)
+        self.first, self.last = spec.get("sinks", 0), int(spec.get("recent", 0.5) * self.tokens)
+
+    def rank(self, layer, kv, head):
+        keys = self.keys[kv, head[self.first:len(head) - self.last]].double()
+        order = [0]
+        while len(order) < self.tokens - self.first - self.last:
+            apart = ((keys[:, None] - keys[order]) ** 2).sum(-1).amin(1)
+            order.append(int(apart.argmax()))
+        scores = torch.zeros(len(head))
+        for i, place in enumerate(order):
+            scores[self.first + place] = len(order) - i
+        return scores
+
+
 class RandomEviction(ByKeys):
     """A number of each token, which the seed, the layer, the KV head and the text position decide. No paper has it."""
 
@@ -149,5 +168,5 @@ class Oracle(policies.Quest):
         return torch.stack([page.sum(-1) for page in shares.split(self.page, -1)], -1)
 
 
-policies.POLICIES.update(tova=Tova, keydiff=KeyDiff, random=RandomEviction, expected_attention=ExpectedAttention,
-                         oracle=Oracle, oracle_evict=OracleEvict)
+policies.POLICIES.update(tova=Tova, keydiff=KeyDiff, random=RandomEviction, k_center=KCenter,
+                         expected_attention=ExpectedAttention, oracle=Oracle, oracle_evict=OracleEvict)
