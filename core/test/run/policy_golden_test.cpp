@@ -39,9 +39,6 @@ PolicySpec spec_of(const json& p, Registry& registry) {
       s.split = use(
           registry, Role::budget, split,
           {{"floor", b["floor"].get<double>()}, {"floor_is", b.value("floor_is", "share")}, {"exact_total", false}});
-    if (split == "head_profile")
-      s.split = use(registry, Role::budget, split,
-                    {{"floor", b["floor"].get<double>()}, {"weights", b["weights"].get<std::string>()}});
   }
   if (p.contains("codec")) s.codec = use(registry, Role::codec, p["codec"], {});
   const auto params_of = [&](const json& map) {
