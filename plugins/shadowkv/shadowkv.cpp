@@ -65,10 +65,6 @@ class ShadowKv final : public kvlab::Policy, public kvlab::PreparesSteps {
     budget_ = budget;
     limited_ = budget.kind == BudgetAmount::tokens || (budget.kind == BudgetAmount::ratio && budget.value < 1);
     if (!limited_) return;
-    if (const int tokens = static_cast<int>(budget.value); budget.kind == BudgetAmount::tokens && tokens % chunk_ != 0)
-      throw kvlab::Error(kvlab::Errc::config, "got a budget of " + std::to_string(tokens) +
-                                                  " tokens, wanted a multiple of " + std::to_string(chunk_) +
-                                                  ", the tokens of a chunk");
     kept_ = kvlab::KeptChunks("chunks", shape, chunk_, w);
     if (factorises_) {
       factors_ = kvlab::KeptKeyFactors("factors of keys", shape, rank_, w);
@@ -130,8 +126,8 @@ class ShadowKv final : public kvlab::Policy, public kvlab::PreparesSteps {
  private:
   // Tokens of whole chunks that a step reads of a prompt, or of all prompts of a sequence.
   int tokens_of(int prompt) const {
-    if (budget_.kind == BudgetAmount::tokens) return static_cast<int>(budget_.value);
-    return std::max(least_, static_cast<int>(budget_.value * prompt) / chunk_ * chunk_);
+    const double tokens = budget_.kind == BudgetAmount::tokens ? budget_.value : budget_.value * prompt;
+    return std::max(least_, static_cast<int>(tokens) / chunk_ * chunk_);
   }
   // Else a step reads the prompt as a whole.
   bool cuts(const kvlab::LayerKv& kv) const { return tokens_of(kv.position[0]) < kv.position[0]; }
