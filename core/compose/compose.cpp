@@ -304,18 +304,15 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     const int tokens = total(shape_.max_tokens),
               read = std::min(selector_needs_.min_pages() * shape_.page_size, shape_.max_tokens);
     if (tokens < read)
-      log::warn(budget_of(tokens, shape_.max_tokens) + "reads " + std::to_string(read) + ", " +
-                std::to_string(selector_needs_.min_pages()) + " pages of " + std::to_string(shape_.page_size));
+      log::warn("got a budget of " + std::to_string(tokens) + " tokens per KV head in a sequence of " +
+                std::to_string(shape_.max_tokens) + ", and '" + parts_.name + "' always reads " + std::to_string(read) +
+                ", " + std::to_string(selector_needs_.min_pages()) + " pages of " + std::to_string(shape_.page_size));
   }
-  // The same of a scorer and a ratio, once, for a sequence that is shorter than the longest one.
-  void warn_of_short(int seen, int tokens, Pins pins) {
-    if (amount_.kind != BudgetAmount::ratio || warned_ || pins.first + pins.last <= tokens) return;
-    warned_ = true;
-    log::warn(budget_of(tokens, seen) + "keeps " + std::to_string(pins.first + pins.last));
-  }
-  std::string budget_of(int tokens, int seen) const {
-    return "got a budget of " + std::to_string(tokens) + " tokens per KV head in a sequence of " +
-           std::to_string(seen) + ", and '" + parts_.name + "' always ";
+  // The same of a scorer and a ratio, for a sequence that is shorter than the longest one. All have one text.
+  void warn_of_short(int tokens, Pins pins) const {
+    if (amount_.kind == BudgetAmount::ratio && pins.first + pins.last > tokens)
+      log::warn("got a ratio that gives a sequence less than the " + std::to_string(pins.first + pins.last) +
+                " tokens that '" + parts_.name + "' always keeps");
   }
 
   static bool any(const std::vector<std::uint8_t>& mask) {
@@ -327,7 +324,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     if (kv.layer == 0) over_layers_->begin();
     const int tokens = std::min(total(kv.position[0]), kv.position[0]);
     if (!due_[0] || tokens == kv.position[0] || kv.layer < dense_layers_) return;
-    warn_of_short(kv.position[0], tokens, parts_.scorer->pins(tokens));
+    warn_of_short(tokens, parts_.scorer->pins(tokens));
     const PartTimer timer(Part::score);
     over_layers_->measure(kv, tokens, s);
   }
@@ -367,7 +364,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
       keep_all_[r] = totals_[r] == kv.position[r];
       if (keep_all_[r]) continue;
       pins_[r] = parts_.scorer->pins(totals_[r]);
-      warn_of_short(kv.position[r], totals_[r], pins_[r]);
+      warn_of_short(totals_[r], pins_[r]);
     }
     if (std::find(keep_all_.begin(), keep_all_.end(), 0) == keep_all_.end()) return {};
     const PartTimer timer(Part::score);
@@ -612,7 +609,6 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   SteadySplit* split_ = nullptr;  // what the split promises; null = nothing
   bool steady_ = false;           // decode steps evict, and a graph may hold them
   bool told_ = false;             // the engine tells of each step
-  bool warned_ = false;           // of a sequence whose ratio is too small
   bool any_due_ = false;          // a row of the step evicts
   int variant_ = 0;               // 1 = of a step that evicts
   // Numbers of a step's rows, memory of the device.

@@ -6,6 +6,7 @@
 #include <set>
 #include <string>
 
+#include "base/log.hpp"
 #include "experiment/policy_spec.hpp"
 #include "ops/attend/attend_prompt.hpp"
 #include "run/device.hpp"
@@ -32,6 +33,7 @@ std::string shape_of(const CellInput& in, int slots) {
 // Prefills the given prompt in the first slot and short ones in the others. Then it runs steps of all rows, of one row
 // fewer, and so on.
 void run_shape(Engine& engine, const Item& item, int slots) {
+  const log::Muted short_prompts;  // a budget that is a ratio may be too small for them
   std::vector<float> logits(static_cast<std::size_t>(engine.model().config.vocab));
   const auto view = View<float, 2>::dense(logits.data(), {1, static_cast<std::int64_t>(logits.size())});
   std::vector<std::int32_t> rows;
@@ -86,6 +88,7 @@ Engine warmed_engine(const CellInput& in, int slots) {
 }
 
 void touch(Engine& engine, const Item& item) {
+  const log::Muted short_prompt;
   const int slot = engine.open();
   const std::size_t n = std::min(item.prompt.size(), few_tokens);
   engine.prefill(slot, {item.prompt.data(), n}, true, {});
