@@ -421,8 +421,8 @@ def export_text(golden):
             return {"start": start, "prompt": ids[start:end], "forced": ids[end:end + (2 if name in BRIEF else TEXT_FORCED)]}
         text, (case,) = without_doubts(model, [] if name == "kvquant" else others, {name: spec}, logit_ids,
                                        map(part, range(0, most, 4)))
-        cases.append({**case, **text})
-    return {"version": 1, "model": folder, "logit_ids": logit_ids, "cases": cases}
+        cases.append({**case, "start": text["start"], "forced": text["forced"]})
+    return {"version": 1, "model": folder, "tokens": TEXT_PROMPT, "logit_ids": logit_ids, "cases": cases}
 
 
 def export_real(golden, path):

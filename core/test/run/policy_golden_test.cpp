@@ -163,6 +163,13 @@ json unpacked(const json& value) {
   return out;
 }
 
+// Ids of english.txt, by the tokenizer of bundled/recall.
+std::vector<int> part_of_text(int start, int tokens) {
+  std::ifstream in(test::golden("recall_logits.json"));
+  static const auto ids = json::parse(in)["sequences"][0]["ids"].get<std::vector<int>>();
+  return {ids.begin() + start, ids.begin() + start + tokens};
+}
+
 }  // namespace
 
 TEST_CASE("policies keep, read and predict what the reference does") {
@@ -181,7 +188,9 @@ TEST_CASE("policies keep, read and predict what the reference does") {
   for (const json& c : golden["cases"]) {
     CAPTURE(name, c["name"].get<std::string>());
     const json& text = c.contains("prompt") ? c : golden;
-    const auto prompt = text["prompt"].get<std::vector<int>>(), forced = text["forced"].get<std::vector<int>>();
+    const auto prompt = c.contains("start") ? part_of_text(c["start"], golden["tokens"])
+                                            : text["prompt"].get<std::vector<int>>(),
+               forced = text["forced"].get<std::vector<int>>();
     const int tokens = static_cast<int>(prompt.size() + forced.size());
     PolicySpec spec = spec_of(c["policy"], registry);
     const Profile profile = profile_of(c["policy"]);
@@ -240,8 +249,8 @@ TEST_CASE("policies keep, read and predict what the reference does") {
 
 // tools/goldens/kvpress_cases.py. Near ties of its prompts were ruled out.
 TEST_CASE("policies keep what kvpress keeps of a prompt") {
-  std::ifstream in(test::golden("policies/kvpress.json")), text(test::golden("recall_logits.json"));
-  const json golden = unpacked(json::parse(in)), ids = json::parse(text)["sequences"][0]["ids"];
+  std::ifstream in(test::golden("policies/kvpress.json"));
+  const json golden = unpacked(json::parse(in));
   const auto model = load_model(*open_checkpoint(test::golden(golden["model"])), DType::f32, "recall");
   Registry registry;
   const RegistryCatalog catalog(registry);
@@ -249,8 +258,7 @@ TEST_CASE("policies keep what kvpress keeps of a prompt") {
   for (const json& c : golden["cases"]) {
     CAPTURE(c["name"].get<std::string>());
     const PolicySpec spec = spec_of(c["policy"], registry);
-    const auto begin = ids.begin() + c["start"].get<int>();
-    const std::vector<int> prompt(begin, begin + golden["tokens"].get<int>());
+    const std::vector<int> prompt = part_of_text(c["start"], golden["tokens"]);
     EngineOptions o;
     o.max_tokens = static_cast<int>(prompt.size());
     o.budget = spec.budget;
