@@ -344,7 +344,7 @@ def run_case(model, others, name, spec, prompt, forced, logit_ids):
             "mass": [rounded(step) for step in result.mass],
             "output_error": [rounded(step) for step in result.output_error],
             "max_abs": rounded(logits.abs().amax(-1).tolist()),
-            "logits": [rounded(step) for step in logits[:, logit_ids].tolist()]}
+            "logits": [rounded(step, 6) for step in logits[:, logit_ids].tolist()]}
 
 
 def export_tiny(path, group):
