@@ -46,8 +46,8 @@ Applied CudaStore::evict_surplus(const Edit& e, const std::vector<std::int32_t>&
   return {Fit::ok, -1};
 }
 
-// Scratch is other memory by then. Ranks under re_rotate take memory of every token of a layer. Where pages cross tiers,
-// later edits of the step may want the frames.
+// Scratch is other memory by then. Ranks under re_rotate take memory of every token of a layer. Where pages cross
+// tiers, later edits of the step may want the frames.
 bool CudaStore::may_leave_later(const Edit& e) const {
   const Surplus& of = e.surplus;
   if (of.scores || options_.rope == RopeRegime::re_rotate || options_.host_pages || options_.archive) return false;

@@ -353,7 +353,7 @@ class Store {
   };
   std::vector<Leaving> leaving_;  // of this step
   bool leaves_later(int layer) const;
-  std::vector<Held> held_;        // the first held_count_ are of this step
+  std::vector<Held> held_;  // the first held_count_ are of this step
   std::size_t held_count_ = 0;
   std::int64_t held_moves_ = 0;  // allocations
 

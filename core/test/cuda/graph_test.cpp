@@ -625,7 +625,8 @@ TEST_CASE("cuda engine: all layers of a graph's step evict in one launch") {
   int known = 0;
   for (const test::Subject& s : test::subjects().list()) {
     const bool streams = s.label == "duo_attention";
-    if (!streams && s.label != "h2o" && s.label != "window" && s.label != "streaming_llm" && s.label != "keyformer") continue;
+    if (!streams && s.label != "h2o" && s.label != "window" && s.label != "streaming_llm" && s.label != "keyformer")
+      continue;
     CAPTURE(s.label);
     ++known;
     PolicySpec spec = streams ? s.spec : test::with_budget(s.spec, BudgetAmount::tokens, 40);

@@ -11,8 +11,7 @@ namespace kvlab::test {
 // While it lives, it notes how many layers each launch has that evicts a surplus.
 class JoinedLaunches {
  public:
-  JoinedLaunches()
-      : table_(require_cuda("a test")), evicting_(evict, table_.announced) {
+  JoinedLaunches() : table_(require_cuda("a test")), evicting_(evict, table_.announced) {
     evict_ = real<cuda_store::evict_surplus>();
     evictions_.clear();
     replace_cuda_backend(&table_);
