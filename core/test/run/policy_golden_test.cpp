@@ -187,7 +187,7 @@ TEST_CASE("policies keep, read and predict what the reference does") {
 
   for (const json& c : golden["cases"]) {
     CAPTURE(name, c["name"].get<std::string>());
-    const json& text = c.contains("prompt") ? c : golden;
+    const json& text = c.contains("forced") ? c : golden;
     const auto prompt = c.contains("start") ? part_of_text(c["start"], golden["tokens"])
                                             : text["prompt"].get<std::vector<int>>(),
                forced = text["forced"].get<std::vector<int>>();
