@@ -24,7 +24,7 @@ class OwnedStream {
 };
 
 // Thrown when memory does not fit; the text says how much was wanted. Measurement records it as a result.
-class NoRoom final : public std::bad_alloc {
+class NoRoom : public std::bad_alloc {
  public:
   explicit NoRoom(std::string text) : text_(std::move(text)) {}
   NoRoom(std::size_t free_bytes, std::size_t wanted)  // of a GPU

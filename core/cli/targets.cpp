@@ -168,6 +168,13 @@ class Table {
     return code;
   }
 
+  // Tables that have the same line of `kvlab bench` share its file.
+  fs::path output(const TargetRun& run) const {
+    const std::string small = o_.small ? "-small" : "";
+    return fs::absolute(run.experiment.empty() ? fs::path(o_.folder) / ("targets" + small + "-" + run.name + ".json")
+                                               : fs::path(file("-" + run.name + ".h5")));
+  }
+
   // Messages of a command beside which others run.
   fs::path log_of(const TargetRun& run) const { return output(run).replace_extension(".log"); }
 
@@ -248,13 +255,6 @@ class Table {
     return shell_quoted(out);
   }
   std::optional<Endings::Ending> ending(const TargetRun& run) const { return endings_.of(identity(run)); }
-
-  // Tables that have the same line of `kvlab bench` share its file.
-  fs::path output(const TargetRun& run) const {
-    const std::string small = o_.small ? "-small" : "";
-    return fs::absolute(run.experiment.empty() ? fs::path(o_.folder) / ("targets" + small + "-" + run.name + ".json")
-                                               : fs::path(file("-" + run.name + ".h5")));
-  }
 
   // name: how a profile is named.
   template <class Name>
@@ -347,9 +347,10 @@ class Commands {
     std::map<fs::path, fs::path> ties;
     for (const Table& table : tables) table.tie(ties);
     std::map<fs::path, std::size_t> places;
+    std::set<fs::path> outputs;
     for (Table& table : tables)
       for (const TargetRun* run : table.runs()) {
-        if (table.done(*run)) continue;
+        if (table.done(*run) || !outputs.insert(table.output(*run)).second) continue;  // tables may share a file
         ++count_, estimate_ += table.about(*run);
         const auto [place, is_new] = places.emplace(jobs_ > 1 ? table.tied(ties, *run) : "", chains_.size());
         if (is_new) chains_.emplace_back();
@@ -415,7 +416,6 @@ class Commands {
       slot.command = slot.chain->commands[slot.chain->next++];
       const auto [table, run] = slot.command;
       ++number_;
-      if (table->done(*run)) continue;  // tables may share a file
       if (!began_ || o_.within <= 0 || seconds_since(begin_) + table->about(*run) <= o_.within) return true;
       ++left_;
     }
@@ -428,7 +428,7 @@ class Commands {
     try {
       const bool beside = jobs_ > 1;
       slot.begun = table->begin(*run, beside ? share_of_machine(!o_.small, true, index, jobs_) : Environment(), beside);
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       log::error(error.what());
       slot.begun = {-1, Clock::now()};
       ProgramEnd end;
@@ -442,8 +442,9 @@ class Commands {
     slot.begun.program = -1;
     const int code = table->ended(*run, slot.begun, end);
     if (!stop::requested() && code != 0) {
-      log::error(fmt::format("{} ended with exit code {}; its rows say so{}", table->name_of(*run), code,
-                             jobs_ > 1 ? "; its messages are in " + table->log_of(*run).string() : ""));
+      log::error(fmt::format(
+          "{} ended with exit code {}; its rows say so{}", table->name_of(*run), code,
+          jobs_ > 1 && fs::exists(table->log_of(*run)) ? "; its messages are in " + table->log_of(*run).string() : ""));
       code_ = 1;
     }
     if (jobs_ > 1 && code == 0) log::info(fmt::format("{}, {}", table->name_of(*run), table->time_text(*run)));

@@ -50,7 +50,7 @@ class RowCoded final : public KeepingPolicy {
     KeepingPolicy::prefill(kv, of_inner, s);
     before_.assign(1, kv.position[0] - static_cast<int>(kv.chunk_queries.extent[2]));
     code(kv, edits, s);
-    repeat_all(of_inner, edits, 0);
+    repeat_all(of_inner, edits, exact(kv.position[0], kv.position[0]));
   }
 
   void select(const LayerStep& step, Edits& edits, Stream s) override {
@@ -59,12 +59,10 @@ class RowCoded final : public KeepingPolicy {
     LayerStep with = step;
     with.final_list = nullptr;  // its pins are those of the selector, and a place edit has more
     KeepingPolicy::select(with, of_inner, s);
-    int exact = 0;  // newest tokens that are no codes before this step
+    int newest = 0;  // they are no codes before this step
     for (int row = 0; row < step.rows(); ++row)
-      for (const KvSide side : {KvSide::key, KvSide::value})
-        if (codes_[side == KvSide::value])
-          exact = std::max(exact, step.position[row] - rows_of(*codec_).coded(side, step.position[row] - 1));
-    repeat_all(of_inner, edits, exact);
+      newest = std::max(newest, exact(step.position[row], step.position[row] - 1));
+    repeat_all(of_inner, edits, newest);
   }
 
   void observe(const LayerStep& step, Edits& edits, Stream s) override {
@@ -77,13 +75,30 @@ class RowCoded final : public KeepingPolicy {
   }
 
  private:
+  // Of `tokens` the newest that are no codes while only those of the first `before` may be.
+  int exact(int tokens, int before) const {
+    int out = 0;
+    for (const KvSide side : {KvSide::key, KvSide::value})
+      if (codes_[side == KvSide::value]) out = std::max(out, tokens - rows_of(*codec_).coded(side, before));
+    return out;
+  }
+
   // The edits of the method, behind the rewrite of the callback: pages that leave have rows of codes.
-  static void repeat_all(const Edits& from, Edits& to, int exact) {
+  static void repeat_all(const Edits& from, Edits& to, int newest) {
     for (const Edit& e : from.all())
-      if (e.verb == Edit::attend)
+      if (e.verb == Edit::attend && e.resident)
+        to.attend_resident(PageList{e.list}, e.pins);
+      else if (e.verb == Edit::attend)
         to.attend(PageList{e.list}, e.pins);
+      else if (e.verb == Edit::attend_tokens)
+        to.attend(TokenList{e.list}, e.pins);
       else
-        repeat(e, to, exact);
+        repeat(e, to, newest);
+    for (const HeadLogits& logits : from.logits()) to.keep_logits(logits);
+    for (const MadeUpTokens& tokens : from.made_up()) to.read_made_up(tokens);
+    for (const auto& bias : from.biases()) to.bias_logits(bias);
+    for (const int most : from.distances()) to.clamp_distance(most);
+    for (const LeftOut& left_out : from.left_out()) to.fill_left_out(left_out);
   }
 
   struct Range {

@@ -157,8 +157,7 @@ Fit with_frames(Store& store, const Policy& policy, const Body& body) {
   try {
     const Fit fit = authored(policy, body);
     return fit == Fit::ok && cuda && cuda->ran_short() ? Fit::out_of_memory : fit;
-  } catch (const NoRoom&) {
-    if (!cuda || !cuda->ran_short()) throw;
+  } catch (const NoFrame&) {
     return Fit::out_of_memory;
   }
 }

@@ -227,7 +227,11 @@ results::ReportTable row_table(const TargetTable& table, const TargetResults& re
   out.text_columns = 2;
   for (const TargetRow& row : table.rows) {
     if (!only.empty() && !only.count(row.name)) continue;
-    const Measured m = measure(row, results);
+    Measured m = measure(row, results);
+    if (!row.against && row.without) {  // what is taken off
+      std::string why;
+      m.against = value_of(*row.without, results, why);
+    }
     out.rows.push_back({row.name, row.title, text_of(m.value), target_text(row), verdict(row, m, results),
                         text_of(m.of), text_of(m.against)});
   }

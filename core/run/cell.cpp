@@ -56,11 +56,8 @@ void check_host_memory(const CellInput& in) {
 }
 
 // A policy refuses a number of tokens that its pins would fill. The same number as a share or in bytes is known for the
-// longest sequence alone, and shorter ones have less. With equal_bytes the cell seeks the budget, and fails without
-// one.
-void check_least_budget(const CellInput& in) {
-  if (in.experiment->equal_bytes > 0) return;
-  EngineOptions o = engine_options(in, 1);
+// longest sequence alone, and shorter ones have less.
+void check_least_budget(const CellInput& in, EngineOptions o) {
   if (!in.policy().policy || (o.budget.kind != BudgetAmount::ratio && o.budget.kind != BudgetAmount::bytes)) return;
   const auto policy = cell_policy(in);
   const Needs needs = policy->needs();
@@ -111,9 +108,13 @@ void check_cell(const CellInput& given) {
                                   "' for a replay, wanted a policy without token_ids(): a recording has no tokenizer, "
                                   "which says which tokens are special or punctuation");
   in.full_runs = full_runs_for(in, needs);
-  Engine::check(*in.model, *cell_policy(in), engine_options(in, 1));
+  EngineOptions o = engine_options(in, 1);
+  // With equal_bytes the cell seeks its budget, and fails where none fits: others of a table have their rows.
+  if (in.experiment->equal_bytes > 0 && o.budget.kind == BudgetAmount::bytes)
+    o.budget = {BudgetAmount::tokens, static_cast<double>(o.max_tokens)};
+  Engine::check(*in.model, *cell_policy(in), o);
   check_host_memory(in);
-  check_least_budget(in);
+  check_least_budget(in, o);
   try {
     limited_options(in, 1);
   } catch (const NoRoom& e) {

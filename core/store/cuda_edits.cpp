@@ -5,6 +5,7 @@
 #include "base/put_off.hpp"
 #include "ops/retrieve/attend_chosen.hpp"
 #include "store/cuda_store.hpp"
+#include "store/host_tier.hpp"
 
 namespace kvlab {
 namespace {
@@ -50,7 +51,8 @@ Applied CudaStore::evict_surplus(const Edit& e, const std::vector<std::int32_t>&
 // tiers, later edits of the step may want the frames.
 bool CudaStore::may_leave_later(const Edit& e) const {
   const Surplus& of = e.surplus;
-  if (of.scores || options_.rope == RopeRegime::re_rotate || options_.host_pages || options_.archive) return false;
+  const bool tiers = takes_host_tier(options_) || pages_below();
+  if (of.scores || options_.rope == RopeRegime::re_rotate || tiers) return false;
   return !workspace_.is_scratch(of.keep.data) && !workspace_.is_scratch(of.pins);
 }
 

@@ -399,14 +399,14 @@ bool CudaStore::all_reloaded() const {
 }
 
 // A place edit may bring more pages than leave, and take frames that an append behind it needs.
+bool CudaStore::appends_share_frames() const { return options_.host_pages && capped(Tier::device); }
+
 int CudaStore::missing_frame() const {
-  const bool shared = options_.host_pages && capped(Tier::device);
-  return shared ? store_no_room | store_no_frame | ops::append_no_frame : store_no_room;
+  return appends_share_frames() ? store_no_room | store_no_frame | ops::append_no_frame : store_no_room;
 }
 
 bool CudaStore::ran_short() {
-  if (std::exchange(short_, false)) return true;
-  if (!options_.host_pages || !capped(Tier::device)) return false;
+  if (!appends_share_frames()) return false;
   CudaStoreCounters now;
   auto* counters = counters_.as<CudaStoreCounters>();
   copy_memory(&now, counters, sizeof now, stream_);
@@ -461,8 +461,11 @@ void CudaStore::update() {
   zero_memory(&counters->error, sizeof error, stream_);
   known_.error = 0;
   // What else went wrong may follow from a frame that was missing.
-  short_ = (error & missing_frame()) != 0;
-  if (short_) throw NoRoom("got no free frame for a page that a place edit brings, wanted more device or host memory");
+  if (error & missing_frame()) {
+    const char* text = "got no free frame for a page that a place edit brings, wanted more device or host memory";
+    if (appends_share_frames()) throw NoFrame(text);
+    throw NoRoom(text);
+  }
   if (error & store_only_copy)
     throw Error(Errc::plugin, "got a drop of a page's only copy, wanted an evict or an offload first");
   if (error & store_bad_attend)

@@ -18,6 +18,11 @@
 
 namespace kvlab {
 
+// A step or chunk found no frame. It throws from calls within that step or chunk.
+class NoFrame final : public NoRoom {
+  using NoRoom::NoRoom;
+};
+
 class CudaStore final : public Store {
  public:
   // Throws Errc::unsupported for several codecs on the device, or more token state than a kernel moves. The arena takes
@@ -149,8 +154,9 @@ class CudaStore final : public Store {
   StreamMemory empty_table(std::size_t bytes) const;
   void update();  // makes the host's counts and lengths exact; throws the errors that kernels noted
   void refresh() const { const_cast<CudaStore*>(this)->update(); }
-  int missing_frame() const;  // the errors that say so
-  void set_back_counts();     // of pools, by whole rounds of their lists
+  bool appends_share_frames() const;  // with pages that place edits bring
+  int missing_frame() const;          // the errors that say that a frame was missing
+  void set_back_counts();             // of pools, by whole rounds of their lists
   // Room for frame numbers in a pool's list.
   std::int32_t places_of(std::size_t pool) const {
     return static_cast<std::int32_t>(free_[pool].bytes() / sizeof(std::int32_t));
@@ -297,7 +303,6 @@ class CudaStore final : public Store {
   std::vector<CudaStoreFetch> fetches_;     // the same
   bool late_ = false, copies_ = false;      // of the latest leave_room: fetches come late; there may be copies
   std::vector<bool> placing_, fetching_;    // [layer] such edits since settle(); empty where there are none
-  bool short_ = false;                      // update() has found, since ran_short(), that frames were missing
   bool takes_twice_ = false;                // a place edit without reuse since settle()
   // Whether a layer of the sequence may have pages of the second codec. Views of the others say that there is one
   // codec, so ops take their fast kernels: also in a prompt's later layers, when the first ones are stored anew. Views

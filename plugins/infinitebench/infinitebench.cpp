@@ -34,7 +34,7 @@ double word(const std::string& answer, const std::string& reference) {
   return has(kvlab::unicode::words(with_spaces_for(from_utf8(answer), marks)), from_utf8(reference));
 }
 
-// Python's str.upper: the character whose lower case it is, but for three.
+// Nearly Python's str.upper: the character whose lower case it is. A ligature or a title letter stays as it is.
 Text upper(const Text& text) {
   Text out;
   for (const char32_t c : text) {

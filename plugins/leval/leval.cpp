@@ -194,7 +194,7 @@ double part(const std::string& answer, const std::string& reference) {
 }
 
 template <double (*function)(const std::string&, const std::string&)>
-auto metric(const char* name, const char* help) {
+constexpr auto metric(const char* name, const char* help) {
   return kvlab::metric<kvlab::FunctionMetric<function>>(name, help);
 }
 

@@ -243,6 +243,15 @@ TEST_CASE("row codec: pages of a selector that wait for their codes stay on the 
         Instance<Selector>(new First, PluginDeleter{nullptr, [](void* p) { delete static_cast<Selector*>(p); }});
     return row_coded(compose(std::move(parts)), instance(new Signs(asked, keys)));
   };
+  {  // a prompt's end, before the first step: with both sides 21 of 27 tokens are codes
+    Run ends(made(true), 1, 8);
+    REQUIRE(ends.open(27, 3) == 0);
+    for (int head = 0; head < tiny()->config.kv_heads; ++head)
+      for (const int page : {0, 1, 2, 3}) {
+        CAPTURE(head, page);
+        CHECK(test::on(ends.engine->store(), Tier::device, 0, 0, head, page) == (page >= 2));
+      }
+  }
   Run run(made(false), 2, 16), below(made(true), 2, 16);
   for (Run* r : {&run, &below}) {
     REQUIRE(r->open(29, 1) == 0);
