@@ -293,17 +293,18 @@ std::string model_for(const std::vector<std::string>& files) {
 
 }  // namespace
 
-// What needs weights or data that are not here still has to start with those who have them. A share of a prompt pays for
-// the tokens that methods always keep, if the prompt is long.
+// What needs weights or data that are not here still has to start with those who have them. A share of a prompt pays
+// for the tokens that methods always keep, if the prompt is long.
 TEST_CASE("reproduce --check: the experiments of every table and figure suit a tiny model of their architecture") {
   int items = 0;
   for (const papers::Paper& paper : papers::read_papers(test::source_root() / "analysis/papers"))
     for (const papers::Item& item : paper.items) {
       if (item.run.empty()) continue;
       CAPTURE(paper.name, item.name);
-      std::vector<std::string> words{"reproduce", paper.name + "/" + item.name, "--check", "--model",
-                                     model_for(item.run)};
-      for (const char* set : {"backend=cpu", "tasks=[{random_prompts: {prompt: 1000, samples: 1, answer: 4}}]"})
+      const std::string model = model_for(item.run), tokens = model.starts_with("synthetic/") ? "2000" : "480";
+      std::vector<std::string> words{"reproduce", paper.name + "/" + item.name, "--check", "--model", model};
+      for (const std::string& set :
+           {std::string("backend=cpu"), "tasks=[{random_prompts: {prompt: " + tokens + ", samples: 1, answer: 4}}]"})
         words.insert(words.end(), {"--set", set});
       const Ended ended = run_kvlab(words);
       INFO(ended.said);
