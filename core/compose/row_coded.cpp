@@ -50,7 +50,7 @@ class RowCoded final : public KeepingPolicy {
     KeepingPolicy::prefill(kv, of_inner, s);
     before_.assign(1, kv.position[0] - static_cast<int>(kv.chunk_queries.extent[2]));
     code(kv, edits, s);
-    repeat_all(of_inner, edits, exact(kv.position[0], kv.position[0]));
+    repeat_all(of_inner, edits, exact(kv, 0));
   }
 
   void select(const LayerStep& step, Edits& edits, Stream s) override {
@@ -59,10 +59,7 @@ class RowCoded final : public KeepingPolicy {
     LayerStep with = step;
     with.final_list = nullptr;  // its pins are those of the selector, and a place edit has more
     KeepingPolicy::select(with, of_inner, s);
-    int newest = 0;  // they are no codes before this step
-    for (int row = 0; row < step.rows(); ++row)
-      newest = std::max(newest, exact(step.position[row], step.position[row] - 1));
-    repeat_all(of_inner, edits, newest);
+    repeat_all(of_inner, edits, exact(step, 1));
   }
 
   void observe(const LayerStep& step, Edits& edits, Stream s) override {
@@ -71,15 +68,17 @@ class RowCoded final : public KeepingPolicy {
     before_.clear();
     for (int row = 0; row < step.rows(); ++row) before_.push_back(step.position[row] - 1);
     code(step, edits, s);
-    repeat_all(of_inner, edits, 0);
+    repeat_all(of_inner, edits, exact(step, 0));
   }
 
  private:
-  // Of `tokens` the newest that are no codes while only those of the first `before` may be.
-  int exact(int tokens, int before) const {
+  // The most newest tokens of a row that are no codes yet. The latest `unseen` ones have not passed through code().
+  int exact(const LayerKv& kv, int unseen) const {
     int out = 0;
-    for (const KvSide side : {KvSide::key, KvSide::value})
-      if (codes_[side == KvSide::value]) out = std::max(out, tokens - rows_of(*codec_).coded(side, before));
+    for (int row = 0; row < kv.rows(); ++row)
+      for (const KvSide side : {KvSide::key, KvSide::value})
+        if (codes_[side == KvSide::value])
+          out = std::max(out, kv.position[row] - rows_of(*codec_).coded(side, kv.position[row] - unseen));
     return out;
   }
 

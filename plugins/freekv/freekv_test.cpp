@@ -100,8 +100,8 @@ TEST_CASE("freekv reads on real text what a plain implementation reads, with and
   if (speculation && threshold > 0) CHECK((turned > 20 && calm > 20));
 }
 
-// The method card's memory of a sequence, in the tags of the ledger: the budget's pages of each head, summaries of all
-// pages, the last query. Sinks and the window may begin and end within pages.
+// The method card's memory of a sequence, in the tags of the ledger. Each head has its budget's pages, summaries of all
+// pages, and the last query. Sinks and the window may begin and end within pages.
 TEST_CASE("freekv takes the bytes of the method's formula") {
   OnText run(Role::policy, "freekv", params({}), most_tokens, prompt + steps, page);
   const std::int64_t d = run.config().head_dim, b = 4, heads = run.config().kv_heads, layers = run.config().layers;
