@@ -220,7 +220,7 @@ class Reproduction {
       const std::string file = run.loaded->experiment.output.string();
       if (is_profile(run)) {
         if (fs::exists(file)) out.profiles.emplace(run.stem, results::read_profile(file));
-      } else if (fs::exists(file) || fs::exists(results::parts_folder(file))) {
+      } else if (results::is_there(file)) {
         out.runs.emplace(run.stem, read_run(run, file));
       }
     }

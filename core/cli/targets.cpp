@@ -136,7 +136,7 @@ class Table {
     Clock::time_point at;
   };
   // set: its GPU and cores. own_log: its messages go to a file beside the results, not to this process's.
-  Begun begin(const TargetRun& run, const Environment& set, bool own_log) const {
+  Begun begin(const TargetRun& run, const Environment& set, bool own_log) {
     fs::create_directories(o_.folder);
     const std::vector<std::string> command = words(run);
     // The lines of a bench are its standard output. The table of an experiment would hide the progress.
@@ -144,14 +144,17 @@ class Table {
     std::vector<std::pair<int, int>> descriptors{{out, STDOUT_FILENO}};
     std::optional<Descriptor> log;
     if (own_log) descriptors.emplace_back(log.emplace(new_file(log_of(run))), STDERR_FILENO);
-    return {start_program(command, {.file = run.peers ? command[0] : "/proc/self/exe",
-                                    .set = set,
-                                    .at_our_end = SIGTERM,
-                                    .descriptors = descriptors}),
-            Clock::now()};
+    const Begun begun{start_program(command, {.file = run.peers ? command[0] : "/proc/self/exe",
+                                              .set = set,
+                                              .at_our_end = SIGTERM,
+                                              .descriptors = descriptors}),
+                      Clock::now()};
+    under_way_.insert(run.name);
+    return begun;
   }
   // Returns its exit code.
   int ended(const TargetRun& run, const Begun& begun, const ProgramEnd& end) {
+    under_way_.erase(run.name);
     int code = end.signal ? stop::exit_code(end.signal) : end.code;
     if (run.experiment.empty() && code == 0) {
       std::ifstream in(part(run));
@@ -207,7 +210,7 @@ class Table {
       if (run->experiment.empty()) {
         std::ifstream in(from);
         if (auto lines = nlohmann::json::parse(in, nullptr, false); lines.is_object()) out.lines[run->name] = lines;
-      } else if (!is_profile(*run) && (fs::exists(from) || fs::exists(results::parts_folder(from)))) {
+      } else if (!is_profile(*run) && !under_way_.count(run->name) && results::is_there(from)) {
         out.ours.runs.emplace(run->name, papers::read_run(from, 1, true));
       }
     }
@@ -336,6 +339,7 @@ class Table {
   std::set<std::string> only_;
   std::vector<const TargetRun*> runs_;
   std::set<std::string> ran_;  // in this call
+  std::set<std::string> under_way_;
 };
 
 // The commands of all tables. One at a time they run in the files' order; several at a time, each on a GPU of its own,

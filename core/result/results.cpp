@@ -145,6 +145,8 @@ std::map<std::string, std::vector<Row>> tables_of_cells(const std::string& out_p
 
 }  // namespace
 
+bool is_there(const std::string& out_path) { return fs::exists(out_path) || !list_parts(out_path).empty(); }
+
 std::string parts_folder(const std::string& out_path) { return follow_links(out_path) + ".parts"; }
 
 std::string part_path(const std::string& out_path, const std::string& id) {

@@ -220,6 +220,9 @@ SummaryRow read_new_part(const std::string& out_path, const std::string& id);
 // Everything about one cell from one file (OUT or a part).
 CellResult read_cell(const std::string& file, const std::string& id);
 
+// Whether there is OUT or a part of it. A run that has just begun may have an empty folder of parts.
+bool is_there(const std::string& out_path);
+
 // The parts of a symbolic link OUT lie beside the file that it leads to.
 std::string parts_folder(const std::string& out_path);                      // OUT.parts
 std::string part_path(const std::string& out_path, const std::string& id);  // OUT.parts/<id>.h5

@@ -52,7 +52,8 @@ TEST_CASE("SIGINT, SIGTERM and SIGHUP drop the cell under way, keep the finished
   Ended ended;
   for (int i = 0; i < attempts && (i == 0 || place->files("out.h5.parts", ".h5") == 4); ++i) {
     place.emplace();
-    Child child(words(*place, place->write("e.yaml", slow_cells)));
+    // These tests may themselves run under nohup.
+    Child child(words(*place, place->write("e.yaml", slow_cells)), [&] { ::signal(signal, SIG_DFL); });
     REQUIRE(child.reaches([&] { return place->files("out.h5.parts", ".h5") >= 1; }));
     child.kill(signal);
     ended = child.wait();

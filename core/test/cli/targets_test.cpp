@@ -48,6 +48,7 @@ class OwnTree {
     all.insert(all.end(), words.begin(), words.end());
     return test::Child(all).wait();
   }
+  std::filesystem::path folder() const { return folder_ / ""; }
   // A row that compares two runs.
   void tie(const std::string& one, const std::string& other) {
     std::ofstream(folder_ / "share/kvlab/analysis/targets/own.yaml", std::ios::app)
@@ -101,6 +102,15 @@ TEST_CASE("a command of targets that fails is noted in its rows, the others run,
   const Ended report = tree.run({"--report", "--format", "csv"});
   CHECK(report.code == 0);
   CHECK(count_of(report.said, "<= 1000,met") == 2);
+}
+
+TEST_CASE("reproduce targets --report: a command that ended before its first cell has no row to show") {
+  const OwnTree tree;
+  std::filesystem::create_directories(tree.folder() / "out/targets-own-good.h5.parts");
+  const Ended report = tree.run({"--report", "--format", "csv"});
+  INFO(report.said);
+  CHECK(report.code == 0);
+  CHECK_THAT(report.said, Contains("first,steps,-,<= 1000,not run"));
 }
 
 TEST_CASE("reproduce targets --within leaves what may end later for the next call") {
