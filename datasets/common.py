@@ -76,12 +76,6 @@ def name_of(value, name, place):
     return field(value, name, place, int if type(value.get(name)) is int else str)
 
 
-def right_once(options, right, place):
-    """Refuses a question whose right option is there a second time: two letters would be right, and one would count."""
-    if options.count(right) > 1:
-        raise DataError(place, f"got the right option '{right}' {options.count(right)} times, wanted it once")
-
-
 def choices(value, names, place):
     return [field(value, name, place).strip() for name in names]
 

@@ -247,6 +247,19 @@ class Details(Folder):
         _, records = read(self.out / "aime24.jsonl")
         self.assertEqual([r["answers"] for r in records], [["005", "05", "5"], ["025", "25"], ["204"], ["0", "00", "000"]])
 
+    def test_the_first_of_two_right_options_counts(self):
+        book = {**fixtures.INFINITE, "options": ["Bob", "Ann", "Ann", "Dee"], "answer": ["Ann"]}
+        self.converted("infinitebench", files={"longbook_choice_eng.jsonl": [book]})
+        self.assertEqual(read(self.out / "longbook_choice_eng.jsonl")[1][0]["answers"], ["B", "Ann"])
+        for question in ("Which is red, of these?", "Which is red?", "Red?", "Red is"):
+            text = fixtures.GPQA.replace("leaf", "rose").replace("Which is red, of these?", question)
+            self.converted("gpqa", files={"gpqa_diamond.csv": text})
+            record = read(self.out / "gpqa_diamond.jsonl")[1][0]
+            lines = record["choices"].split("\n")
+            self.assertEqual(sum("rose" in line for line in lines), 2)
+            first = next(line for line in lines if "rose" in line)
+            self.assertEqual(record["answers"], [first[1]])
+
     def test_gpqa_order_follows_from_the_question_alone(self):
         def letters(text):
             self.converted("gpqa", files={"gpqa_diamond.csv": text})

@@ -1,10 +1,11 @@
 """GPQA (Rein et al. 2023): graduate questions with four choices. Its authors ask not to publish the questions as plain text, so
-there is no sample. A hash of the question decides the order of the choices.
+there is no sample. A hash of the question decides the order of the choices. If the right text is there twice, the first letter
+counts, as in the authors' utils.py.
 """
 
 import hashlib
 
-from common import DataSet, Task, choices, field, letter, lettered, record, right_once
+from common import DataSet, Task, choices, field, letter, lettered, record
 
 COLUMNS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 PROMPT = ("What is the correct answer to this question: {input}\n\nChoices:\n{choices}\n\nFormat your response as follows: \"The "
@@ -15,10 +16,10 @@ def read(name, source, _options):
     for number, (place, value) in enumerate(source.records(source.need(f"{name}.csv")), 1):
         question = field(value, "Question", place).strip()
         texts = choices(value, COLUMNS, place)
-        right_once(texts, texts[0], place)
         order = sorted(range(4), key=lambda i: hashlib.sha256(f"{question}\0{i}".encode()).digest())
+        shown = [texts[i] for i in order]
         id = value.get("Record ID") or f"{name}-{number}"
-        yield record(place, id, question, [letter(order.index(0))], choices=lettered([texts[i] for i in order], "({}) {}"),
+        yield record(place, id, question, [letter(shown.index(texts[0]))], choices=lettered(shown, "({}) {}"),
                      domain=value.get("High-level domain") or "")
 
 

@@ -5,7 +5,7 @@ answers those of src/eval_utils.py: MIT licence, copyright (c) 2023 OpenBMB.
 import json
 import re
 
-from common import DataError, DataSet, asked, field, letter, name_of, record, right_once
+from common import DataError, DataSet, asked, field, letter, name_of, record
 
 HIDDEN = "There is an important info hidden inside a lot of irrelevant text. Find it{}. I will quiz you about the important " \
          "information there.\n\n{{context}}\n\n{{input}}\n\n{}"
@@ -44,8 +44,8 @@ def task_of(name):
 
 
 def right_letter(answers, options, place):
-    """The letter of the right option. The files give its text, or its text and the letter."""
-    right_once(options, answers[0], place)
+    """The letter of the right option. The files give its text, or its text and the letter. If an option is there twice,
+    the first one counts, as in src/eval_utils.py."""
     if answers[0] in options:
         return letter(options.index(answers[0]))
     given = [a for a in answers if a in ("A", "B", "C", "D")]

@@ -13,6 +13,7 @@
 namespace {
 
 using kvlab::unicode::from_utf8;
+using kvlab::unicode::stripped;
 using kvlab::unicode::Text;
 using kvlab::unicode::Words;
 
@@ -64,13 +65,6 @@ class Name final : public kvlab::AnswerMetric {
     return has(own, from_utf8(references[0]));
   }
 };
-
-Text stripped(const Text& text) {
-  std::size_t begin = 0, end = text.size();
-  while (begin < end && kvlab::unicode::is_space(text[begin])) ++begin;
-  while (end > begin && kvlab::unicode::is_space(text[end - 1])) --end;
-  return text.substr(begin, end - begin);
-}
 
 // One blank for each run of blanks.
 Text single_spaced(const Text& text) {

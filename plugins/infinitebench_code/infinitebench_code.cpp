@@ -12,6 +12,7 @@ namespace {
 
 using kvlab::unicode::from_utf8;
 using kvlab::unicode::is_digit;
+using kvlab::unicode::stripped;
 using kvlab::unicode::Text;
 
 constexpr const char* digits = "0123456789";
@@ -99,13 +100,6 @@ double last_integer(const std::string& answer, const std::string& reference) {
   const std::vector<std::string> own =
       integers((minus && word.find_first_not_of('0') != word.npos ? "-" : "") + word, true);
   return own == integers(reference, true);
-}
-
-Text stripped(const Text& text) {
-  std::size_t begin = 0, end = text.size();
-  while (begin < end && kvlab::unicode::is_space(text[begin])) ++begin;
-  while (end > begin && kvlab::unicode::is_space(text[end - 1])) --end;
-  return text.substr(begin, end - begin);
 }
 
 // References: the option's letter, and its text. The answer begins with the letter, or has one of them behind a phrase.

@@ -6,6 +6,7 @@
 namespace {
 
 using namespace kvlab::answers;
+using kvlab::unicode::stripped;
 using kvlab::unicode::Text;
 
 double has(const std::string& answer, const std::string& reference) { return contains(answer, reference); }
@@ -21,12 +22,6 @@ double exact(const std::string& answer, const std::string& reference) {
 
 double prefix(const std::string& answer, const std::string& reference) {
   return fold(answer).rfind(fold(reference), 0) == 0;
-}
-
-Text stripped(const Text& text) {
-  const auto inner = [](char32_t c) { return !kvlab::unicode::is_space(c); };
-  const auto begin = std::find_if(text.begin(), text.end(), inner);
-  return {begin, std::find_if(text.rbegin(), std::make_reverse_iterator(begin), inner).base()};
 }
 
 // RULER cleans an answer (scripts/eval/evaluate.py) before it looks for references (synthetic/constants.py).

@@ -99,7 +99,9 @@ struct Placing {
   Heads heads;   // the others stay as they are
   Pins pins;     // pages of these tokens stay on the device too; the newest page always does
   int room = 0;  // pages of a head that may be on the device; while there is room, others stay, the oldest leave first
-  bool reuse = true;  // pages that come take the frames of pages that leave; false: the pool's, where it has some
+  // Pages that come take the frames of pages that leave. false: the pool's, but for two pages of each layer, slot and
+  // KV head, which stay free for appended tokens.
+  bool reuse = true;
   Deadline when;
   View<const std::int32_t, 2> rooms;  // [row, kv_head] in place of `room`; or empty
   // [row, kv_head, page] where not the oldest but the lowest leave first; or empty. Beside a list that lasts it lasts,

@@ -81,6 +81,13 @@ inline Text lower(const Text& text) {
   return out;
 }
 
+// Without the white space at both ends.
+inline Text stripped(const Text& text) {
+  const auto inner = [](char32_t c) { return !is_space(c); };
+  const auto begin = std::find_if(text.begin(), text.end(), inner);
+  return {begin, std::find_if(text.rbegin(), std::make_reverse_iterator(begin), inner).base()};
+}
+
 // The pieces between runs of white space; none is empty.
 inline Words words(const Text& text) {
   Words out;

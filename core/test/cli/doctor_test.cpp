@@ -9,9 +9,7 @@ using namespace kvlab;
 
 TEST_CASE("doctor reads the driver's version from what the kernel says") {
   const test::Folder folder;
-  const auto version_in = [&](const char* text) {
-    return driver_version(folder.write("version", text));
-  };
+  const auto version_in = [&](const char* text) { return driver_version(folder.write("version", text)); };
   CHECK(version_in("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n"
                    "GCC version:  gcc version 12.2.0\n") == "535.183.01");
   CHECK(version_in("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n") ==
