@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import select
 import shutil
 import signal
 import tempfile
@@ -60,6 +61,8 @@ class Browser:
 
     def _receive(self):
         while b"\0" not in self._buffer:
+            if not select.select([self._from], [], [], 120)[0]:
+                raise RuntimeError("got no word of the browser within 120 s")
             more = os.read(self._from, 1 << 16)
             if not more:
                 raise RuntimeError("the browser ended")

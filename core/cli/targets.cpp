@@ -19,6 +19,7 @@
 
 #include "base/descriptor.hpp"
 #include "base/log.hpp"
+#include "base/new_file.hpp"
 #include "base/program.hpp"
 #include "base/stop.hpp"
 #include "base/text.hpp"
@@ -62,7 +63,7 @@ class Endings {
   }
   void add(const std::string& command, const Ending& end) {
     all_[command] = {{"code", end.code}, {"seconds", end.seconds}};
-    std::ofstream(file_) << all_.dump(1) << "\n";
+    write_text(file_.string(), all_.dump(1) + "\n");
   }
 
  private:
@@ -228,8 +229,8 @@ class Table {
   // The table so far, beside the results.
   void write() const {
     fs::create_directories(o_.folder);
-    std::ofstream(file(".md")) << text(results::Format::md);
-    std::ofstream(file(".csv")) << text(results::Format::csv);
+    write_text(file(".md"), text(results::Format::md));
+    write_text(file(".csv"), text(results::Format::csv));
   }
   std::string file(const std::string& end) const {
     return (fs::path(o_.folder) / ("targets-" + table_.name + (o_.small ? "-small" : "") + end)).string();

@@ -4,6 +4,7 @@
 #include <kvlab/confined.hpp>
 #include <kvlab/plugin.hpp>
 
+#include <algorithm>
 #include <cstdint>
 #include <mutex>
 #include <random>
@@ -68,7 +69,7 @@ class UnitTests final : public kvlab::AnswerMetric {
     for (const std::string& tests : references) {
       const std::string input = end + '\0' + field(record, entry_) + '\0' + (before.empty() ? "" : before + "\n") +
                                 '\0' + tests + '\0' + answer;
-      if (run(unit_tests::harness, input).said.find(end) != std::string::npos) return 1;
+      if (run(unit_tests::harness, input, seconds_).said.find(end) != std::string::npos) return 1;
     }
     return 0;
   }
@@ -79,12 +80,12 @@ class UnitTests final : public kvlab::AnswerMetric {
     return it == record.end() || it->second.empty() ? "" : it->second.front();
   }
 
-  kvlab::ConfinedEnd run(const std::string& program, const std::string& input) const {
+  kvlab::ConfinedEnd run(const std::string& program, const std::string& input, double seconds) const {
     kvlab::ConfinedProgram python{.words = {python_, "-I", "-W", "ignore", "-c", program}, .input = input};
     python.variables = {{"HOME", "/tmp"}, {"LANG", "C.UTF-8"}, {"PATH", "/usr/bin:/bin"}};
     for (const char* threads : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"})
       python.variables[threads] = "1";
-    python.seconds = seconds_;
+    python.seconds = seconds;
     python.memory = memory_;
     return kvlab::run_confined(python);
   }
@@ -92,7 +93,7 @@ class UnitTests final : public kvlab::AnswerMetric {
   // A test that cannot import its own modules would call every answer wrong.
   void try_imports(const std::string& imports) const {
     const std::string end = secret();
-    const kvlab::ConfinedEnd ended = run(imports + "print('" + end + "')", "");
+    const kvlab::ConfinedEnd ended = run(imports + "print('" + end + "')", "", std::max(seconds_, 30.));
     if (ended.said.find(end) != std::string::npos) return;
     const std::size_t last = ended.said.find_last_not_of('\n'), line = ended.said.rfind('\n', last);
     const std::string said = last == std::string::npos ? "nothing" : ended.said.substr(line + 1, last - line);

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <catch2/catch.hpp>
 #include <chrono>
 #include <csignal>
@@ -122,11 +123,12 @@ TEST_CASE("confined: a program that multiplies itself ends with the time, and al
   if (!confines()) return;
   const std::string mark = "kc" + std::to_string(getpid());  // a copy of sleep under a name of its own
   int most = 0;
+  std::atomic<bool> over = false;
   std::thread other([&] {
-    for (int i = 0; i < 20; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(50)))
-      most = std::max(most, running(mark));
+    for (; !over; std::this_thread::sleep_for(std::chrono::milliseconds(50))) most = std::max(most, running(mark));
   });
-  const ConfinedEnd end = run("cp /bin/sleep ./" + mark + "; while :; do ./" + mark + " 60 & done 2>/dev/null", 1);
+  const ConfinedEnd end = run("cp /bin/sleep ./" + mark + "; while :; do ./" + mark + " 60 & done 2>/dev/null", 3);
+  over = true;
   other.join();
   CHECK(end.late);
   CHECK((most > 2 && most <= 16));
