@@ -141,6 +141,65 @@ class Raas(Evicting):
         return top_newest(self.pinned(stamps), self.tokens)
 
 
+class RaasPages(Full):
+    """RaaS by pages: the step when a page's share of a softmax over bounds last exceeded the threshold; the oldest page leaves."""
+
+    def configure(self, spec):
+        self.window, self.page = 1, spec.get("page_size", 16)
+        self.room = self.tokens // self.page - 1  # pages that stay beside the one to be filled
+        self.first, self.last = (-(-spec.get(name, 0) // self.page) for name in ("sinks", "window"))  # pages
+        self.threshold, self.dense = spec.get("threshold", 1e-4), spec.get("dense_layers", 0)
+        self.scaled, self.keep_prompt, self.stamps = (
+            spec.get(name, default) for name, default in (("scaled", False), ("keep_prompt", True), ("stamps", True)))
+        self.pages, self.stamp = {}, {}  # (layer, KV head): positions of each page, and its time
+        self.now = {}  # decode steps of a layer
+
+    def prompt(self, layer, prompt):
+        everything = [torch.arange(prompt.n)] * self.model.kv_heads
+        if layer < self.dense:
+            return everything
+        fits = prompt.n <= self.room * self.page
+        if prompt.n >= (self.room + 1) * self.page:
+            scores = group_reduce(prompt.last_rows[:, -1], self.model.kv_heads, "mean")
+            scores[:, :self.first * self.page] = math.inf
+            scores[:, prompt.n - self.last * self.page:] = math.inf
+            everything = [top(head, self.room * self.page) for head in scores]
+        for kv, head in enumerate(everything):
+            self.pages[layer, kv] = [page.tolist() for page in head.split(self.page)]
+            self.stamp[layer, kv] = [math.inf if fits and self.keep_prompt else 0] * len(self.pages[layer, kv])
+        return everything
+
+    def shares(self, q, keys, pages):
+        """q [G, D], keys [t, D]: [pages], the group's mean share of what no product with a page's key exceeds."""
+        bounds = torch.stack([(q[:, None] * keys[page]).amax(1).sum(-1) for page in pages], -1)
+        return (bounds / math.sqrt(q.shape[-1]) if self.scaled else bounds).softmax(-1).mean(0)
+
+    def attended(self, layer, q, keys, kept, shares):
+        self.now[layer] = now = self.now.get(layer, 0) + 1
+        for kv in range(self.model.kv_heads if layer >= self.dense else 0):
+            pages, stamp = self.pages[layer, kv], self.stamp[layer, kv]
+            if len(pages[-1]) == self.page:
+                pages.append([])
+                stamp.append(now)
+            pages[-1].append(int(kept[kv][-1]))
+            queries = q[kv * self.model.group:(kv + 1) * self.model.group]
+            matters = (self.shares(queries, keys[kv], pages) > self.threshold).tolist()
+            self.decisions.setdefault((layer, kv), []).append(matters)
+            matters = [yes and self.stamps for yes in matters[:-1]] + [True]  # the page of the newest token
+            self.stamp[layer, kv] = [now if yes and old < now else old for yes, old in zip(matters, stamp)]
+
+    def after(self, layer, kept, mass):
+        if layer < self.dense:
+            return kept
+        return [self.evict(self.pages[layer, kv], self.stamp[layer, kv]) for kv in range(self.model.kv_heads)]
+
+    def evict(self, pages, stamp):
+        while len(pages) > self.room and len(pages[-1]) == self.page:
+            oldest = min(range(self.first, len(pages) - self.last), key=lambda page: stamp[page])  # of equal ones the first
+            del pages[oldest], stamp[oldest]
+        return torch.tensor([position for page in pages for position in page])
+
+
 class MorphKv(Evicting):
     """Softmax of each of the last `window` queries over the older tokens, logits of a group added up; max or sum of them."""
 
@@ -256,4 +315,4 @@ class Keyformer(Evicting):
         return top(self.pinned(self.score[layer, kv][head]), self.tokens)
 
 
-policies.POLICIES.update(keyformer=Keyformer, cake=Cake, scissorhands=Scissorhands, raas_tokens=Raas, morphkv=MorphKv)
+policies.POLICIES.update(keyformer=Keyformer, cake=Cake, scissorhands=Scissorhands, raas_tokens=Raas, raas=RaasPages, morphkv=MorphKv)

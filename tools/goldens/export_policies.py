@@ -2,10 +2,11 @@
 """Writes core/test/golden/policies/<model>.json: every policy's kept positions, pages, mass and logits on tiny models.
 
 Usage: export_policies.py [core/test/golden [SmolLM2.gguf | --evicting | --heads | --retrieval | --offloading |
-                                              --sampling | --others | --stages | --text]]
+                                              --sampling | --others | --stages | --text [CASE ...]]]
 Format: README.md in this folder. For the tiny models it tries token seeds until no selection depends on rounding.
 With --evicting it writes only <model>-evicting.json, the cases of evicting_policies.py. The other groups do alike.
 With --text it writes only recall.json: one case of each policy on real text, by the model datasets/models/recall.
+With names of cases it writes these alone anew, and leaves the others in the file as they are.
 With the GGUF it writes only smollm2.json: the same on the head of text/english.txt.
 """
 import json
@@ -88,6 +89,8 @@ EVICTING = {
 
 DUO = {"name": "duo_attention", "sinks": 3, "window": 14,
        "profile": {"gate": [[0.3, 0.9], [0.6, 0.1], [0.6, 0.0]]}}
+SNAPKV_HEAD_PROFILE = {**SNAPKV, "budget": {"tokens": 24, "split": "head_profile", "weights": "gate", "floor": 0.25},
+                       "profile": DUO["profile"]}
 RAZOR = {"name": "razor_attention", "sinks": 2, "window": 12, "window_share": 0.0, "induction": 0.3, "echo": 0.2,
          "compensation": False, "profile": {"echo": [[0.1, 0.2], [0.7, 0.1], [0.7, 0.3]], "induction": [[0.2, 0.5], [0.1, 0.5], [0.6, 0.3]]}}
 OMNIKV = {"name": "omnikv", "budget": {"tokens": 20}, "filter_layers": "0", "wait_layers": 0}
@@ -117,6 +120,7 @@ SQUEEZED = {"name": "squeezed_attention", "percent_clusters": 15.0, "percentile"
 LSERVE = {"name": "lserve", "page_size": 4, "parts": 2, "tokens": 24, "sinks": 3, "window": 14, "profile": DUO["profile"]}
 INFLLM = {"name": "infllm", "prompt_retrieval": False, "budget": {"tokens": 64}, "page_size": 4, "sinks": 5, "window": 14,
           "block": 8, "top": 4, "representatives": 3}
+INFLLM_PROMPT = {**INFLLM, "prompt_retrieval": True, "prompt_chunk": 12, "top": 2}
 INFINIGEN = {"name": "infinigen", "skew": False, "alpha": 1.0, "dense_layers": 1}
 SHADOWKV = {"name": "shadowkv", "budget": {"tokens": 40}, "rank": 12, "chunk": 4, "outliers": 3, "local_chunks": 2}
 THINK = {"name": "think", "ratio": 0.4, "window": 16, "recent": 10}
@@ -147,6 +151,8 @@ RETRIEVAL = {
     "infllm_clamped_scores": {**INFLLM, "positions": "original"},
     "infllm_clamped_attention": {**INFLLM, "clamped_scores": False},
     "infllm_all_keys": {**INFLLM, "local_scores": False, "top": 2, "sinks": 0},
+    "infllm_prompt": INFLLM_PROMPT,
+    "infllm_prompt_own_positions": {**INFLLM_PROMPT, "clamped_scores": False, "positions": "original", "prompt_chunk": 7},
     "infinigen_cap": {**INFINIGEN, "alpha": 3.0, "cap": 12, "partial_ratio": 0.4},
     "infinigen_share": {**INFINIGEN, "cap_share": 0.25, "alpha": 2.0},
     "shadowkv": SHADOWKV,
@@ -207,6 +213,7 @@ MINICACHE = {"name": "minicache", "start": 0.5, "t": 0.6, "exact": 0.05, "retain
 LEANKV = {"name": "leankv", "page_size": 4, "window": 12, "high_from": 1.0, "low_from": 0.7}
 KVQUANT = {"name": "kvquant", "bits": 3, "outlier_share": 0.05}
 ORACLE_EVICT = {"name": "oracle_evict", "budget": BUDGET}
+RAAS_PAGES = {"name": "raas", "budget": {"tokens": 26}, "page_size": 4, "threshold": 0.03}
 OTHERS = {
     "tova": TOVA,
     "tova_keep_last": {**TOVA, "keep_last": True},
@@ -244,6 +251,13 @@ OTHERS = {
     "oracle_evict": ORACLE_EVICT,
     "oracle_evict_once": {**ORACLE_EVICT, "every": 0},
     "oracle_evict_pins": {**ORACLE_EVICT, "sinks": 3, "recent": 6, "every": 4},
+    "raas": RAAS_PAGES,
+    "raas_prompt_fits": {**RAAS_PAGES, "budget": {"tokens": 88}, "page_size": 2, "scaled": True, "threshold": 0.02},
+    "raas_prompt_as_others": {**RAAS_PAGES, "budget": {"tokens": 92}, "threshold": 2e-3, "keep_prompt": False,
+                              "dense_layers": 1, "sinks": 3, "window": 5},
+    "snapkv_head_profile": SNAPKV_HEAD_PROFILE,
+    "knorm_head_profile": {"name": "knorm", "budget": {"tokens": 40, "split": "head_profile", "weights": "gate", "floor": 0.0},
+                           "profile": {"gate": [[0.5, 3.0], [0.0, 0.25], [2.0, 0.5]]}},
 }
 
 OVER_QUEST = {**QUEST, "name": "quest+twilight", "pruner": {"p": 0.6, "dense_layers": 1}}
@@ -260,7 +274,9 @@ STAGES = {
     "h2o_criticalkv": {"name": "h2o+criticalkv", "budget": BUDGET, "heavy": 0.5, "rescorer": {"first_stage": 0.25}},
 }
 
-LONG_LISTS = {spec["name"] for specs in (RETRIEVAL, OFFLOADING, SAMPLING, OTHERS, STAGES) for spec in specs.values()}  # fewer steps
+FEW_STEPS = {"snapkv_head_profile": 2, "knorm_head_profile": 2, "infllm_prompt": 6, "infllm_prompt_own_positions": 6}
+LONG_LISTS = {spec["name"] for specs in (RETRIEVAL, OFFLOADING, SAMPLING, OTHERS, STAGES) for name, spec in specs.items()
+              if name not in FEW_STEPS}  # fewer steps
 
 # Real text, on a model of 8 layers and 4 KV heads. PROFILE's rows are those of a layer.
 TEXT_PROMPT, TEXT_FORCED = 120, 6
@@ -279,13 +295,15 @@ TEXT = {name: specs[name] for specs, names in (
     (OFFLOADING, "freekv flexicache flexicache_waits"),
     (SAMPLING, "magicpig subgen"),
     (OTHERS, "tova keydiff random expected_attention oracle heterocache minicache leankv razor_attention_compensation kvquant "
-             "oracle_evict"),
+             "oracle_evict raas"),
 ) for name in names.split()}
 BRIEF = {  # two steps
     "k_center": {"name": "k_center", "budget": BUDGET, "sinks": 2},
     "sparq_mean_value_of_groups": {**SPARQ, "mean_value_of_groups": True},
     "minicache_threshold": {**MINICACHE, "exact": 0.2, "retained": "threshold"},
     "quest_twilight": OVER_QUEST,
+    "snapkv_head_profile": SNAPKV_HEAD_PROFILE,
+    "infllm_prompt": INFLLM_PROMPT,
 }
 TEXT |= BRIEF
 TEXT = {name: {**spec, **({"profile": {array: PROFILE[array] for array in spec["profile"]}} if "profile" in spec else {})}
@@ -339,6 +357,7 @@ def run_case(model, others, name, spec, prompt, forced, logit_ids):
     logits = torch.stack(result.logits)
     return {"name": name, "policy": spec, "doubtful": doubts, "kept_prompt": evicted(kept[0], len(prompt)),
             "kept_end": evicted(kept[-1], len(prompt) + len(forced)),
+            **({"prompt_pages": result.prompt_pages} if any(result.prompt_pages) else {}),
             "pages": pages if any(any(step) for step in pages) else [],
             **({"tokens": tokens} if tokens else {}),
             "mass": [rounded(step) for step in result.mass],
@@ -347,9 +366,9 @@ def run_case(model, others, name, spec, prompt, forced, logit_ids):
             "logits": [rounded(step, 6) for step in logits[:, logit_ids].tolist()]}
 
 
-def export_tiny(path, group):
+def export_tiny(path, group, only):
     """Cases of the first group have the same tokens. Others have their own, since evictions in all steps tie more often."""
-    specs = GROUPS[group]
+    specs = {name: spec for name, spec in GROUPS[group].items() if not only or name in only}
     model, logit_ids = llama.Llama(path), list(range(0, VOCAB, 5 if group in ("", "--evicting", "--heads") else 20))
     others = [llama.Llama(path, torch.float64), perturbed(model, 0), perturbed(model, 1)]
     near = [others[0], perturbed(model, 0, 2e-6), perturbed(model, 1, 2e-6)]  # thousands of codes: some always lie at an edge
@@ -379,7 +398,7 @@ def of_shape(spec, model, other):
 def cases_of(model, others, specs, logit_ids):
     """The first seed whose tokens leave no near tie in any of the cases. Returns the tokens and the cases."""
     names = {spec["name"] for spec in specs.values()}
-    steps = 16 if names & LONG_LISTS else FORCED
+    steps = min(FEW_STEPS.get(name, 16 if names & LONG_LISTS else FORCED) for name in specs)
 
     def drawn(seed):
         ids = np.random.default_rng(seed).integers(2, VOCAB, PROMPT + FORCED).tolist()
@@ -403,7 +422,7 @@ def without_doubts(model, others, specs, logit_ids, texts):
     raise SystemExit("no text without a near tie")
 
 
-def export_text(golden):
+def export_text(golden, only):
     """The texts begin at tokens of text/english.txt, the first at which no selection of the case depends on rounding."""
     with open(os.path.join(golden, "recall_logits.json")) as file:
         ids, code = (sequence["ids"] for sequence in json.load(file)["sequences"][:2])
@@ -413,6 +432,8 @@ def export_text(golden):
     others = [llama.Llama(path, torch.float64), perturbed(model, 0), perturbed(model, 1)]
     cases, most = [], len(ids) - TEXT_PROMPT - TEXT_FORCED
     for name, spec in TEXT.items():
+        if only and name not in only:
+            continue
         if name == "kvquant":  # a text whose codes do not depend on rounding is not to be found
             spec = of_shape(spec, model, code[:200])
 
@@ -443,13 +464,17 @@ def main():
     golden = sys.argv[1] if len(sys.argv) > 1 else os.path.join(os.path.dirname(__file__), "../../core/test/golden")
     os.makedirs(os.path.join(golden, "policies"), exist_ok=True)
     group = sys.argv[2] if len(sys.argv) > 2 else ""
+    only = sys.argv[3:]
+    unknown = set(only) - set(TEXT if group == "--text" else GROUPS.get(group, ()))
+    if unknown:
+        raise SystemExit(f"got cases {', '.join(sorted(unknown))}, wanted cases of the group")
     if group == "--text":
-        return save(golden, "recall", export_text(golden))
+        return save(golden, "recall", export_text(golden, only), TEXT if only else ())
     if group not in GROUPS:
         return save(golden, "smollm2", export_real(golden, group))
     for name in ("llama-gqa3", "llama-gqa4-rope3"):
-        document = export_tiny(os.path.join(golden, "tiny", name), group)
-        save(golden, name + group.replace("--", "-"), document)
+        document = export_tiny(os.path.join(golden, "tiny", name), group, only)
+        save(golden, name + group.replace("--", "-"), document, GROUPS[group] if only else ())
 
 
 def packed(value):
@@ -470,12 +495,18 @@ def packed(value):
     return "@" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def save(golden, name, document):
+def save(golden, name, document, order=()):
+    """order: the group's cases, where those of the document join or replace those in the file."""
     out = os.path.join(golden, "policies", name + ".json")
-    cases = document.pop("cases")
+    cases = written = document.pop("cases")
+    if order:
+        with open(out) as file:
+            former = json.load(file)["cases"]
+        all_cases = {case["name"]: case for case in former + cases}
+        written = [all_cases[case] for case in order if case in all_cases]
     with open(out, "w") as file:
         file.write("{" + "".join(f"{json.dumps(k)}: {json.dumps(v)},\n " for k, v in document.items()))
-        lines = ",\n".join("  " + json.dumps(packed(case), separators=(",", ":")) for case in cases)
+        lines = ",\n".join("  " + json.dumps(packed(case), separators=(",", ":")) for case in written)
         file.write(f'"cases": [\n{lines}\n]}}\n')
     print(f"{name}: seed {document.get('seed', 'of each case')}, {os.path.getsize(out)} bytes")
     for case in cases:

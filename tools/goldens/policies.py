@@ -5,7 +5,9 @@ step's attention, the positions that are read. Prompts are attended in full; lay
 """
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -34,7 +36,27 @@ def attend(q, k, v):
 
 # --- budgets: how many tokens each KV head of a layer keeps, pins (the recent window) included --------------------
 
-def split_budget(spec, layer, layers, scores, pins):
+def by_weight(weights, floor, each, most):
+    """Divides each * len(weights) tokens: `floor` for every head, and the rest by weight in exact numbers; none has more than
+    `most`. Rounds down; the largest remainders get what that loses, of equal ones the first."""
+    heaviest_first = sorted(range(len(weights)), key=lambda head: -weights[head])
+    total, shares = Fraction(each) * len(weights), {}
+    for at, head in enumerate(heaviest_first):
+        others = heaviest_first[at:]
+        rest, weight = total - sum(shares.values()) - floor * len(others), sum(weights[other] for other in others)
+        open_shares = {other: floor + rest * (weights[other] / weight if weight else Fraction(1, len(others)))
+                       for other in others}
+        if open_shares[head] <= most:  # the heaviest has room, so all have
+            shares |= open_shares
+            break
+        shares[head] = Fraction(most)
+    counts = [math.floor(shares[head]) for head in range(len(weights))]
+    for head in sorted(range(len(weights)), key=lambda head: counts[head] - shares[head])[:int(total) - sum(counts)]:
+        counts[head] += 1
+    return counts
+
+
+def split_budget(spec, layer, layers, scores, pins, profile=None):
     """scores [Hkv, c] of the c = n - pins candidates, n > tokens. Returns one count per KV head, pins included."""
     heads, candidates = scores.shape
     n, base = candidates + pins, spec["tokens"] - pins
@@ -48,13 +70,17 @@ def split_budget(spec, layer, layers, scores, pins):
         if n >= 2 * base and layers > 1:
             base = high - layer * ((high - low) // (layers - 1))
         return [min(base, candidates) + pins] * heads
+    if split == "head_profile":
+        weights = [Fraction(float(np.float32(x))) for row in profile[spec["weights"]] for x in row]  # a profile has f32
+        counts = by_weight(weights, Fraction(spec.get("floor", 0.2)) * base, base, candidates)
+        return [pins + count for count in counts[layer * heads:(layer + 1) * heads]]
     if split == "adakv":
         alpha = spec.get("floor", 0.2)
         winners = top(scores.flatten(), heads * base)
         counts = torch.bincount(winners // candidates, minlength=heads).tolist()
         return [min(round(count * (1 - alpha) + int(base * alpha)), candidates) + pins for count in counts]
     if split != "uniform":
-        raise ValueError(f"got split {split}, wanted uniform, pyramid or adakv")
+        raise ValueError(f"got split {split}, wanted uniform, pyramid, adakv or head_profile")
     return [spec["tokens"]] * heads
 
 
@@ -80,6 +106,7 @@ class Full:
         self.budget = spec.get("budget", {})
         self.tokens = self.budget.get("tokens")
         self.decisions = {}  # (layer, KV head): numbers that rounding may change and the lists do not show
+        self.prompt_pages = {}  # layer: pages that each chunk of the prompt reads, [] for all that there are
         self.configure(spec)
 
     def configure(self, spec):
@@ -87,6 +114,11 @@ class Full:
 
     def prompt_masks(self, layer):
         """(sinks, window) of each KV head, as llama.prompt_attention takes them, or None."""
+        return None
+
+    def attend_in_prompt(self, layer, q, k, v):
+        """The prompt's attention output [n, Hq * D] of a policy that chooses what the prompt reads, or None. q and k are
+        rotated."""
         return None
 
     def encode(self, layer, side, x):
@@ -162,7 +194,7 @@ class Scored(Full):
         if prompt.n <= self.tokens:
             return [torch.arange(prompt.n)] * self.model.kv_heads
         scores = self.score(prompt)
-        counts = split_budget(self.budget, layer, self.model.layers, scores, self.window)
+        counts = split_budget(self.budget, layer, self.model.layers, scores, self.window, self.spec.get("profile"))
         recent = torch.arange(prompt.n - self.window, prompt.n)
         return [torch.cat([top(head, count - self.window), recent]) for head, count in zip(scores, counts)]
 

@@ -54,6 +54,7 @@ class Run:
 
     def __init__(self):
         self.kept, self.read, self.pages, self.mass, self.output_error, self.logits = [], [], [], [], [], []
+        self.prompt_pages = []  # [layer][chunk], of all KV heads
         self.decisions = []  # [layer][kv_head] lists of whole numbers: what else rounding may change
 
 
@@ -65,6 +66,7 @@ def run(model, spec, prompt, forced):
         kept = prefill(model, policy, caches, prompt, result)
         for step, token in enumerate(forced):
             decode(model, policy, caches, kept, len(prompt) + step, token, result)
+    result.prompt_pages = [policy.prompt_pages.get(layer, []) for layer in range(model.layers)]
     result.decisions = [[policy.decisions.get((layer, kv), []) for kv in range(model.kv_heads)]
                         for layer in range(model.layers)]
     return result
@@ -78,6 +80,8 @@ def prefill(model, policy, caches, ids, result):
         cache.append(raw_k, v, 0)
         attended, sums, _ = model.prompt_attention(q, cache.k, v, policy.window, policy.prompt_masks(layer))
         rows = model.prompt_attention(q, cache.scored, v, policy.window)[2]
+        chosen = policy.attend_in_prompt(layer, q, cache.scored, v)
+        attended = attended if chosen is None else chosen
         of_layer = policies.Prompt(n, q, cache.scored, v, sums, rows)
         kept.append(policy.prompt(layer, of_layer))
         keys = policy.rewritten(layer, of_layer)

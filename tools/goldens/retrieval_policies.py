@@ -366,12 +366,52 @@ class InfLlm(Full):
         self.representatives = spec.get("representatives", 4)
         self.at_end = spec.get("clamped_scores", True)
         self.positions = spec.get("positions", "clamped")
+        self.chunk = spec.get("prompt_chunk", 512) if spec.get("prompt_retrieval", True) else 0
         self.mass, self.vectors = {}, {}  # of a layer: [Hq, t], and [blocks made][Hq, D]
 
     def whole(self, tokens):
         return -(-tokens // self.page) * self.page
 
+    def attend_in_prompt(self, layer, q, k, v):
+        """Each chunk chooses blocks by its mean query, of those that left the window before it."""
+        if not self.chunk:
+            return None
+        self.mass[layer], self.vectors[layer] = q.new_zeros(self.model.heads, k.shape[1]), []
+        self.prompt_pages[layer], outputs = [], []
+        for begin in range(0, k.shape[1], self.chunk):
+            end = min(begin + self.chunk, k.shape[1])
+            self.prompt_pages[layer].append(self.pages_of_chunk(layer, q[:, begin:end], begin, end))
+            for position in range(begin, end):
+                outputs.append(self.attend_at(layer, q[:, position], k, v, position, self.prompt_pages[layer][-1]))
+            self.make(layer, k[:, :end])
+        for kv in range(self.model.kv_heads):
+            self.decisions[layer, kv] = self.prompt_pages[layer]
+        return torch.stack(outputs)
+
+    def pages_of_chunk(self, layer, q, begin, end):
+        """What the chunk's queries q [Hq, end - begin, D] read; [] while the text fits in the window."""
+        if end <= self.near:
+            return []
+        asked = self.model.rotate(q, self.near - torch.arange(begin, end)) if self.at_end else q
+        return self.pages_to_read(layer, asked.mean(1), end)
+
+    def attend_at(self, layer, q, k, v, position, pages):
+        """The output [Hq * D] of a prompt's token, which reads these pages up to itself, or everything."""
+        read = torch.arange(position + 1)
+        if pages:
+            read = read[torch.isin(read // self.page, torch.tensor(pages))]
+        near, outputs = read > position - self.near, []
+        for head, query in enumerate(q):
+            kv = head // self.model.group
+            keys = self.clamped(k[kv, read], read, position) if pages else k[kv, read]
+            output, share = policies.attend(query[None], keys, v[kv, read])
+            self.mass[layer][head, read[near]] += share[0, near]
+            outputs.append(output[0])
+        return torch.cat(outputs)
+
     def prompt(self, layer, prompt):
+        if self.chunk:
+            return super().prompt(layer, prompt)
         keys, n = self.model.expand(prompt.k), prompt.n
         logits = prompt.q @ keys.transpose(1, 2) / math.sqrt(keys.shape[-1])
         row, column = torch.arange(n)[:, None], torch.arange(n)[None]
@@ -394,17 +434,22 @@ class InfLlm(Full):
 
     def select(self, layer, q, k, kept):
         self.make(layer, k)
-        seen, vectors = k.shape[1], self.vectors[layer]
+        seen = k.shape[1]
         asked = self.model.rotate(q[:, None], torch.tensor([self.near - (seen - 1)]))[:, 0] if self.at_end else q
-        pages = list(range(-(-seen // self.page)))
+        pages = self.pages_to_read(layer, asked, seen)
+        read = pages_to_tokens(pages, self.page, seen)
+        return [read] * self.model.kv_heads, [torch.tensor(pages)] * self.model.kv_heads
+
+    def pages_to_read(self, layer, asked, seen):
+        """Of a text of `seen` tokens: all pages but those of blocks that the query asked [Hq, D] ranks too low."""
+        vectors, pages = self.vectors[layer], list(range(-(-seen // self.page)))
         if vectors:
             always = self.first + self.whole(self.near + self.block - 1)
             most = min(max((self.tokens - always) // self.block, 1), self.most) if self.tokens else self.most
             scores = torch.stack([(asked * of_heads).sum() for of_heads in vectors])
             inside = top(scores, most).tolist()
             pages = [page for page in pages if self.block_of(page, len(vectors)) in (None, *inside)]
-        read = pages_to_tokens(pages, self.page, seen)
-        return [read] * self.model.kv_heads, [torch.tensor(pages)] * self.model.kv_heads
+        return pages
 
     def clamped(self, keys, places, position):
         """No key lies further than the window before the query."""

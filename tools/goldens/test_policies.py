@@ -106,6 +106,33 @@ def test_raas():
     assert lists(policy.after(0, [torch.arange(4)], [None])) == [[0, 1, 3]]
 
 
+def test_raas_pages():
+    spec = {"name": "raas", "page_size": 2, "budget": {"tokens": 9}, "threshold": 0.1}
+    policy = policies.make({**spec, "page_size": 1, "budget": {"tokens": 5}}, model())
+    pages, stamp = [[4], [5], [6], [7], [8]], [7, 3, 9, 3, 40]
+    assert policy.evict(pages, stamp).tolist() == [4, 6, 7, 8] and stamp == [7, 9, 3, 40]  # of equal stamps the first
+    # Bounds ln 6, ln 3, 0 and 0 of one query head are shares 6, 3, 1 and 1 of 11; of the other the second page has all.
+    keys = torch.tensor([[math.log(6), 0], [-9, -9], [math.log(3), -9], [0, 99], [0, 0], [-1, 0], [0, 0.]])
+    policy = policies.make({**spec, "stamps": True, "threshold": 0.05}, model(group=2))
+    shares = policy.shares(torch.tensor([[1., 0], [0, 1]]), keys, [[0, 1], [2, 3], [4, 5], [6]])
+    assert torch.allclose(shares, torch.tensor([3 / 11, (3 / 11 + 1) / 2, 1 / 22, 1 / 22]))
+    policy.pages[0, 0], policy.stamp[0, 0], policy.now[0] = [[0, 1], [2, 3], [4, 5]], [5, math.inf, 7], 11
+    policy.attended(0, torch.tensor([[1., 0], [0, 1]]), keys[None], [torch.arange(7)], None)
+    assert policy.stamp[0, 0] == [12, math.inf, 7, 12]  # the new page has a stamp, though its share is too small
+    assert lists(policy.after(0, [torch.arange(7)], None)) == [list(range(7))]  # the last page is not full
+    policy.pages[0, 0][-1].append(7)
+    assert lists(policy.after(0, [torch.arange(8)], None)) == [[0, 1, 2, 3, 6, 7]]
+    # 6 tokens fit and stay, 7 do not and are as others, 8 are cut to the last query's best.
+    rows = torch.tensor([.2, .01, .3, .02, .1, .2, .07, .1])
+    for n, kept, stamp in ((6, range(6), math.inf), (7, range(7), 0), (8, [0, 2, 4, 5, 6, 7], 0)):
+        policy = policies.make({**spec, "budget": {"tokens": 8}, "window": 1}, model())
+        assert lists(policy.prompt(0, prompt(n, last_rows=rows[None, None, :n]))) == [list(kept)]
+        assert policy.stamp[0, 0] == [stamp] * -(-len(kept) // 2)
+    policy = policies.make({**spec, "sinks": 1, "window": 1, "budget": {"tokens": 8}, "dense_layers": 1}, model())
+    assert policy.evict([[0, 1], [2, 3], [4, 5], [6, 7]], [0, 8, 9, 1]).tolist() == [0, 1, 4, 5, 6, 7]
+    assert lists(policy.prompt(0, prompt(20))) == [list(range(20))]
+
+
 def test_morphkv():
     # The method's example, one callback earlier: the newest query is that of the newest token.
     policy = policies.make({"name": "morphkv", "budget": {"tokens": 3}, "window": 1}, model())
@@ -355,6 +382,28 @@ def test_infllm():
     assert turns == [[5, 4, 1, 0]]
 
 
+def test_infllm_prompt():
+    """A window of 4 and chunks of 4: the first reads itself; the third reads one of the blocks that left the window, 0-1 or 2-3."""
+    spec = {"name": "infllm", "page_size": 2, "block": 2, "sinks": 0, "window": 4, "top": 1, "clamped_scores": False,
+            "positions": "original", "prompt_chunk": 4, "representatives": 1}
+    keys = torch.tensor([[1., 0], [1, 0], [0, 1], [0, 1], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]])
+    queries, values = torch.tensor([[0., 0]] * 8 + [[-1, 0], [0, 3], [0, 3], [-9, 0]]), torch.eye(12)
+    one = SimpleNamespace(kv_heads=1, group=1, heads=1, layers=1, expand=lambda keys: keys)
+    policy = policies.make(spec, one)
+    out = policy.attend_in_prompt(0, queries[None], keys[None], values[None])
+    # Text 8 has blocks 0 and 1. The mean query of the third chunk, (-2.5, 1.5), likes block 1.
+    assert policy.prompt_pages[0] == [[], [0, 1, 2, 3], [1, 2, 3, 4, 5]]
+    assert len(policy.vectors[0]) == 4
+    assert torch.allclose(out[5], torch.tensor([1 / 6] * 6 + [0] * 6))  # what came later is not there
+    assert out[8, :2].tolist() == [0, 0] and abs(out[8, 2:9].sum() - 1) < 1e-6 and out[8, 9:].tolist() == [0, 0, 0]
+    # While it is among the newest four, token 4 gets 1/5, 1/6, 1/7 and 1/8. Token 0 got 1, 1/2, 1/3 and 1/4.
+    assert torch.allclose(policy.mass[0][0, [0, 4]], torch.tensor([25 / 12, 1 / 5 + 1 / 6 + 1 / 7 + 1 / 8]))
+    whole = policies.make({**spec, "window": 12}, one)
+    assert whole.attend_in_prompt(0, queries[None], keys[None], values[None])[11, 0] > 0
+    assert whole.prompt_pages[0] == [[], [], []]
+    assert policies.make({**spec, "prompt_retrieval": False}, one).attend_in_prompt(0, None, None, None) is None
+
+
 def test_infinigen():
     scores = torch.tensor([[9, 6.2, 5.1, 4.9, 1], [3, 2.9, 2.5, -1.5, -.5]])
     assert retrieval.near_greatest(scores, 4) == 3
@@ -589,6 +638,25 @@ def test_budgets():
     scores = torch.tensor([[.9, .8, .7, .6, .5, .4], [.35, .2, .1, .05, .01, .001]])
     for floor, expected in ((.5, [5, 3]), (.2, [5, 2])):
         assert policies.split_budget({"tokens": 4, "split": "adakv", "floor": floor}, 0, 1, scores, 0) == expected
+
+
+def test_head_profile():
+    def tokens(weights, each, n, floor, pins=0):
+        spec, counts = {"tokens": each, "split": "head_profile", "weights": "gate", "floor": floor}, []
+        rows = [weights[:2], weights[2:]]
+        for layer in range(2):
+            counts += policies.split_budget(spec, layer, 2, torch.zeros(2, n - pins), pins, {"gate": rows})
+        return counts
+    # 20 of each 100 stay, and 320 more go by tenths.
+    assert tokens([1, 2, 3, 4], 100, 1000, .2) == [52, 84, 116, 148]
+    # Of 148 tokens the last head has room for 120, then the third of 130 for 120. 120 more give the others 40 and 80.
+    assert tokens([1, 2, 3, 4], 100, 120, .2) == [60, 100, 120, 120]
+    assert tokens([2, 2, 1, 1], 7, 100, 0) == [9, 9, 5, 5]  # the largest remainders, of equal ones the first
+    assert tokens([1, 0, 0, 0], 10, 19, 0) == [19, 7, 7, 7]
+    assert tokens([1, 2, 3, 4], 108, 1000, .2, pins=8) == [60, 92, 124, 156]
+    policy = policies.make({"name": "knorm", "budget": {"tokens": 2, "split": "head_profile", "weights": "gate", "floor": 0},
+                            "profile": {"gate": [[3, 1]]}}, model(kv_heads=2))
+    assert lists(policy.prompt(0, prompt(4, k=torch.tensor([[[1.], [5], [2], [.5]]] * 2)))) == [[0, 2, 3], [3]]
 
 
 def test_int8():

@@ -8,12 +8,16 @@
 #include <sstream>
 #include <string>
 
+#include "compose/forwarding.hpp"
 #include "engine/engine.hpp"
 #include "experiment/build_policy.hpp"
 #include "plugin/parameters.hpp"
+#include "result/profile_file.hpp"
+#include "run/policy_profile.hpp"
 #include "run/shadow.hpp"
 #include "support/cell_fixture.hpp"
 #include "support/golden.hpp"
+#include "test/model/tiny_files.hpp"
 
 using namespace kvlab;
 using nlohmann::json;
@@ -39,6 +43,9 @@ PolicySpec spec_of(const json& p, Registry& registry) {
       s.split = use(
           registry, Role::budget, split,
           {{"floor", b["floor"].get<double>()}, {"floor_is", b.value("floor_is", "share")}, {"exact_total", false}});
+    if (split == "head_profile")
+      s.split = use(registry, Role::budget, split,
+                    {{"weights", b["weights"].get<std::string>()}, {"floor", b["floor"].get<double>()}});
   }
   if (p.contains("codec")) s.codec = use(registry, Role::codec, p["codec"], {});
   const auto params_of = [&](const json& map) {
@@ -91,6 +98,48 @@ Profile profile_of(const json& p) {
       for (const json& value : row) out[name].values.push_back(value.get<float>());
   }
   return out;
+}
+
+// The profile as a run reads it from a file.
+Profile through_file(const Profile& profile, const Model& model, int page_size) {
+  const test::TempDir folder;
+  const std::string path = (folder / "p.h5").string();
+  results::ProfileFile file;
+  file.model = model.name, file.model_fingerprint = model.fingerprint, file.page_size = page_size;
+  file.profilers = {{"golden", "{}", profile}};
+  results::RunInfo info;
+  info.created_utc = "2026-01-01T00:00:00Z";
+  results::write_profile(path, info, file);
+  return read_policy_profile(path, model, page_size);
+}
+
+// Notes the pages that each chunk of a prompt reads; none where it reads everything.
+class WatchedChunks final : public ForwardingPolicy {
+ public:
+  using ForwardingPolicy::ForwardingPolicy;
+  void select_chunk(const LayerPrefill& kv, Edits& edits, Stream s) override {
+    ForwardingPolicy::select_chunk(kv, edits, s);
+    read.resize(std::max(read.size(), static_cast<std::size_t>(kv.layer) + 1));
+    auto& heads = read[static_cast<std::size_t>(kv.layer)].emplace_back(static_cast<std::size_t>(kv.kv_heads()));
+    for (const Edit& e : edits.all())
+      for (int h = 0; e.verb == Edit::attend && h < kv.kv_heads(); ++h)
+        for (int i = 0; i < e.list.count(0, h); ++i)
+          heads[static_cast<std::size_t>(h)].push_back(e.list.index(0, h, i));
+  }
+  std::vector<std::vector<std::vector<std::vector<int>>>> read;  // [layer][chunk][kv_head] pages
+};
+
+// All heads of a layer read the same.
+void check_chunks(const json& expected, const WatchedChunks& chunks) {
+  REQUIRE(chunks.read.size() == expected.size());
+  for (std::size_t layer = 0; layer < expected.size(); ++layer) {
+    REQUIRE(chunks.read[layer].size() == expected[layer].size());
+    for (std::size_t chunk = 0; chunk < expected[layer].size(); ++chunk)
+      for (std::size_t head = 0; head < chunks.read[layer][chunk].size(); ++head) {
+        CAPTURE(layer, chunk, head);
+        CHECK(chunks.read[layer][chunk][head] == expected[layer][chunk].get<std::vector<int>>());
+      }
+  }
 }
 
 // What the full cache attends to in the decode steps of this text.
@@ -193,7 +242,8 @@ TEST_CASE("policies keep, read and predict what the reference does") {
                forced = text["forced"].get<std::vector<int>>();
     const int tokens = static_cast<int>(prompt.size() + forced.size());
     PolicySpec spec = spec_of(c["policy"], registry);
-    const Profile profile = profile_of(c["policy"]);
+    Profile profile = profile_of(c["policy"]);
+    if (spec.split && spec.split->name == "head_profile") profile = through_file(profile, *model, spec.page_size);
     if (!profile.empty()) spec.profile = "golden";
     // Codes may round the other way. Those of kvquant do not in the tiny models' files.
     const bool int8 = spec.codec.has_value() || spec.name == "leankv" || (spec.name == "kvquant" && name == "recall");
@@ -205,7 +255,10 @@ TEST_CASE("policies keep, read and predict what the reference does") {
     o.budget = spec.budget;
     std::unique_ptr<FullRuns> full;
     if (spec.name == "oracle_evict") full = run_of_full_cache(model, spec, prompt, forced), o.recorded = full.get();
-    Engine engine(model, build_policy(spec, catalog, &profile), o);
+    std::shared_ptr<Policy> policy = build_policy(spec, catalog, &profile);
+    std::shared_ptr<WatchedChunks> chunks;
+    if (c.contains("prompt_pages")) policy = chunks = std::make_shared<WatchedChunks>(policy);
+    Engine engine(model, policy, o);
     Watch watch(*model, spec.page_size, tokens);
     engine.observe(&watch);
     std::vector<float> logits(static_cast<std::size_t>(model->config.vocab));
@@ -223,6 +276,7 @@ TEST_CASE("policies keep, read and predict what the reference does") {
     engine.ask(slot, 0);
     REQUIRE(engine.prefill(slot, prompt, true, view) == Fit::ok);
     check_kept(c["kept_prompt"], engine, slot);
+    if (chunks) check_chunks(c["prompt_pages"], *chunks);
     check_logits(0);
     for (std::size_t step = 0; step < forced.size(); ++step) {
       REQUIRE(engine.step({slot}, {&forced[step], 1}, view) == Fit::ok);
