@@ -254,9 +254,8 @@ OTHERS = {
     "raas": RAAS_PAGES,
     "raas_prompt_fits": {**RAAS_PAGES, "budget": {"tokens": 88}, "threshold": 0.02, "page_size": 2, "scaled": True,
                          "window": 3},
-    "raas_prompt_as_others": {**RAAS_PAGES, "budget": {"tokens": 92}, "threshold": 2e-3, "keep_prompt": False,
+    "raas_prompt_as_others": {**RAAS_PAGES, "budget": {"tokens": 84}, "threshold": 2e-3, "keep_prompt": False,
                               "dense_layers": 1, "sinks": 3},
-    "snapkv_head_profile": SNAPKV_HEAD_PROFILE,
     "knorm_head_profile": {"name": "knorm", "budget": {"tokens": 40, "split": "head_profile", "weights": "gate", "floor": 0.0},
                            "profile": {"gate": [[0.5, 3.0], [0.0, 0.25], [2.0, 0.5]]}},
 }
@@ -275,7 +274,8 @@ STAGES = {
     "h2o_criticalkv": {"name": "h2o+criticalkv", "budget": BUDGET, "heavy": 0.5, "rescorer": {"first_stage": 0.25}},
 }
 
-FEW_STEPS = {"snapkv_head_profile": 2, "knorm_head_profile": 2, "infllm_prompt": 6, "infllm_prompt_own_positions": 6}
+FEW_STEPS = {"knorm_head_profile": 2, "infllm_prompt": 2, "infllm_prompt_own_positions": 2, "raas": 12,
+             "raas_prompt_fits": 10, "raas_prompt_as_others": 8}
 LONG_LISTS = {spec["name"] for specs in (RETRIEVAL, OFFLOADING, SAMPLING, OTHERS, STAGES) for name, spec in specs.items()
               if name not in FEW_STEPS}  # fewer steps
 
