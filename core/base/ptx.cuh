@@ -167,12 +167,15 @@ __device__ __forceinline__ int add_released(int* p, int x) {
 }
 
 // Waits until *p is at least x, of blocks that are all under way. The thread then sees what came before add_released in
-// theirs, and so does its block after a barrier.
+// theirs, and so does its block after a barrier. A wait of minutes is a fault, which ends the kernel with an error: a
+// look takes most of a microsecond.
 __device__ __forceinline__ void wait_for_value(const int* p, int x) {
-  int now;
-  do {
+  for (unsigned looks = 0;; ++looks) {
+    int now;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(p) : "memory");
-  } while (now < x);
+    if (now >= x) return;
+    if (looks >> 28) __trap();
+  }
 }
 
 // Brings a line of 128 bytes to the L2 cache.

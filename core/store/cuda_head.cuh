@@ -98,6 +98,14 @@ __device__ inline void give_all_back(const CudaStoreLayer& s, int pool, const Pa
   for (int i = mine; i < count; i += threads) s.pool[pool].at(at + i) = entries[i].frame;
 }
 
+__device__ inline PageEntry entry_of(std::int32_t frame, int tokens, int codec = 0) {
+  PageEntry e;
+  e.frame = frame;
+  e.tokens = static_cast<std::uint16_t>(tokens);
+  e.codec = static_cast<std::uint8_t>(codec);
+  return e;
+}
+
 __device__ inline bool take(const CudaStoreLayer& s, int tier, PageEntry& e, int tokens, int otherwise = store_no_frame,
                             int codec = 0) {
   const ops::FramePool& pool = s.pool[pool_of(tier, codec)];
@@ -107,11 +115,7 @@ __device__ inline bool take(const CudaStoreLayer& s, int tier, PageEntry& e, int
     if (otherwise) fail(s, otherwise);
     return false;
   }
-  PageEntry fresh;
-  fresh.frame = pool.at(next);
-  fresh.tokens = static_cast<std::uint16_t>(tokens);
-  fresh.codec = static_cast<std::uint8_t>(codec);
-  e = fresh;
+  e = entry_of(pool.at(next), tokens, codec);
   return true;
 }
 

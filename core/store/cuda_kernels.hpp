@@ -42,7 +42,6 @@ struct CudaStoreCounters {
   std::int32_t error = 0;
   // Frames of the host that heads will take for the pages that they have filled since, once a place edit named them.
   std::int32_t owed = 0;
-  std::int32_t claims = 0;  // threads of plans that look whether they may take a frame twice; zero between kernels
   unsigned long long moved[2] = {};      // pages that arrived on a tier
   unsigned long long spared[2] = {};     // units of 16 bytes of them that did not cross, because they are packed
   unsigned long long rebuilt = 0;        // pages that arrived on the device without their keys

@@ -74,16 +74,18 @@ __device__ __noinline__ void write_down(const CudaStoreLayer& s, std::int32_t fr
 }
 
 // Takes a free frame of the device where more than `keep` are free. Kernels beside it take theirs by take(), so no
-// thread may take one and give it back: each counts those before it instead.
+// thread may take one and give it back.
 __device__ bool take_beyond(const CudaStoreLayer& s, int keep, PageEntry& e, int tokens) {
-  const int before = atomicAdd(&s.counters->claims, 1);
-  __threadfence();
-  const int free = *static_cast<volatile std::int32_t*>(s.pool[device_pool].given) -
-                   *static_cast<volatile std::int32_t*>(s.pool[device_pool].taken);
-  const bool taken = free - before > keep && take(s, 0, e, tokens, 0);
-  __threadfence();
-  atomicSub(&s.counters->claims, 1);
-  return taken;
+  const ops::FramePool& pool = s.pool[device_pool];
+  std::int32_t next = *static_cast<volatile std::int32_t*>(pool.taken);
+  for (;;) {
+    if (*static_cast<volatile std::int32_t*>(pool.given) - next <= keep) return false;
+    const std::int32_t now = atomicCAS(pool.taken, next, next + 1);
+    if (now == next) break;
+    next = now;
+  }
+  e = entry_of(pool.at(next), tokens);
+  return true;
 }
 
 struct Places {

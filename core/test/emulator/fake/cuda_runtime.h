@@ -211,6 +211,10 @@ T atomicMax(T* p, std::type_identity_t<T> x) {
   return emulated_atomic(p, [x](T old) { return std::max(old, x); });
 }
 template <class T>
+T atomicCAS(T* p, std::type_identity_t<T> wanted, std::type_identity_t<T> x) {
+  return emulated_atomic(p, [wanted, x](T old) { return old == wanted ? x : old; });
+}
+template <class T>
 T atomicExch(T* p, std::type_identity_t<T> x) {
   return emulated_atomic(p, [x](T) { return x; });
 }
