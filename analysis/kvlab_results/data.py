@@ -13,12 +13,12 @@ from kvlab_results import differences
 
 # What the labels of core/result/report.cpp mean. A cell with one of CAUTION has hollow marks in figures.
 LABELS = {
-    "simulated": "times or transfers are computed, not measured",
     "injected": "the selection follows a recorded or made-up trace, not this model's attention",
     "functional": "stored values are changed as the method would change them; bytes and times are those of the full-width cache and of what the method keeps beside it",
     "oracle": "knows what no method can know in time, never timed",
-    "legacy": "keeps one cache per query head as the original code does",
     "synthetic": "random weights: times and bytes count, scores and fidelity say nothing",
+    "sampled": "answers are drawn; the score is the mean over draws",
+    "replayed": "a recording gave each step the full cache's queries, keys and values; no text was generated",
     "graph": "decode steps are launched as CUDA graphs",
     "disturbed": "other processes took cores that this cell needed: its times are too long",
     "eager": "steps are launched kernel by kernel with events between their parts, which costs time",
@@ -28,7 +28,7 @@ ORACLES = {
     "eviction": "keeps what the full cache's recorded answer attends to: a reference, no bound, never timed",
     "selection": "chooses by the true attention of the step that reads: a bound, never timed",
 }
-CAUTION = {"simulated", "injected", "functional", "oracle", "legacy", "synthetic", "disturbed"}
+CAUTION = {"injected", "functional", "oracle", "synthetic", "disturbed"}
 
 # Columns of /summary that a report reads. Files of earlier versions lack some.
 _TEXT = ["cell", "model", "policy", "params", "ablated", "task", "workload", "status", "error", "labels", "warnings"]

@@ -12,12 +12,10 @@ namespace kvlab::results {
 namespace {
 
 constexpr std::pair<const char*, const char*> label_meanings[] = {
-    {"simulated", "times or transfers are computed, not measured"},
     {"injected", "the selection follows a recorded or made-up trace, not this model's attention"},
     {"functional",
      "stored values are changed as the method would change them; bytes and times are those of the full-width cache and "
      "of what the method keeps beside it"},
-    {"legacy", "keeps one cache per query head as the original code does"},
     {"synthetic", "random weights: times and bytes count, scores and fidelity say nothing"},
     {"graph", "decode steps are launched as CUDA graphs"},
     {"disturbed", "other processes took cores that this cell needed: its times are too long"},

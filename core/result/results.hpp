@@ -42,8 +42,8 @@ struct SummaryRow {
   std::int64_t seed = -1, repeat = 0;
   std::string status = "ok";  // ok | failed | oom
   std::string error;
-  std::string labels;  // comma separated: simulated, injected, functional, legacy, synthetic, graph, eager,
-                       // disturbed ...
+  std::string labels;  // comma separated: injected, functional, oracle, synthetic, sampled, replayed, graph, eager,
+                       // disturbed
   std::int64_t samples = 0;
   double score = not_measured, score_lo = not_measured, score_hi = not_measured;  // 0 to 1; perplexity for `text`
   double kl = not_measured;                                                       // nats
