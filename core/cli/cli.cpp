@@ -343,7 +343,7 @@ std::string CommandLine::report_text() const {
 }
 
 void CommandLine::add_rest() {
-  CLI::App* list = add("list", "what there is: policies, budgets, codecs, profilers, tasks, metrics, models",
+  CLI::App* list = add("list", "what there is: plugins of every role, among them tasks and metrics; models",
                        "kvlab list policies", [this] {
                          if (word_ == "models") {
                            fmt::print("{}", models_text());
@@ -360,8 +360,10 @@ void CommandLine::add_rest() {
                          fmt::print("{}", json_ ? list_json(r, word_) : list_text(r, word_));
                          return 0;
                        });
-  list->add_option("KIND", word_,
-                   "policies, budgets, codecs, profilers, tasks, metrics or models; nothing = all plugins");
+  list->add_option(
+      "KIND", word_,
+      "policies, scorers, selectors, pruners, rescorers, budgets, codecs, profilers, tasks, metrics or models; "
+      "nothing = all plugins");
   list->add_flag("--json", json_, "plugins with their parameters, for programs");
   list->add_flag("--matrix", matrix_, "which codec goes with which method, as a Markdown page");
   add_plugin_path(list);
