@@ -16,7 +16,7 @@ bool is_body_key(std::string_view key) {
   return std::any_of(policy_keys().begin(), policy_keys().end(), [&](const EntryKey& k) { return key == k.name; });
 }
 
-// {NAME: {...}} as opposed to {name: LABEL, ...}.
+// {PLUGIN: {...}} as opposed to {name: NAME, ...}.
 const Entry* named_form(const Node& entry) {
   if (!entry.is(Node::Kind::map) || entry.entries.empty()) return nullptr;
   for (const char* key : {"name", "policy", "scorer", "selector", "task"})

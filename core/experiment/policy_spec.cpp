@@ -21,7 +21,7 @@ void main_plugin(const Node& name, const MapReader& map, bool named, UseReader& 
   const bool composed = map.node().find("policy") || map.node().find("scorer") || map.node().find("selector");
   const std::vector<std::string> also = names_of(policy_keys());
 
-  // A label beside explicit roles is only a label.
+  // A name beside explicit roles is only a name.
   if (named || !composed) {
     if (name.text == full_name) {
       for (const Entry* e : map.rest()) problems.add(e->key.place, unknown_key(e->key.text, also));
@@ -39,7 +39,7 @@ void main_plugin(const Node& name, const MapReader& map, bool named, UseReader& 
       if (!named) {
         problems.add(
             name.place,
-            fmt::format("got the label '{}' without a plugin, wanted scorer, selector or policy beside it", name.text),
+            fmt::format("got the name '{}' without a plugin, wanted scorer, selector or policy beside it", name.text),
             Errc::plugin);
         return;
       }

@@ -175,7 +175,7 @@ class Builder {
         named[p->name] = described(closed(std::move(properties)), p->help);
       }
     Json composed = shared;
-    composed["name"] = described(text(), "the entry's label");
+    composed["name"] = described(text(), "the entry's own name");
     const Json any_of = {
         {{"required", {"policy"}}}, {{"required", {"scorer"}}}, {{"required", {"selector"}}}, {{"required", {"name"}}}};
     return {{"anyOf",

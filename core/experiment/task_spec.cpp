@@ -45,7 +45,7 @@ std::optional<TaskSpec> read_task(const Node& entry, const PluginCatalog& catalo
     const Node* plugin = map.take("task");
     if (plugin) name = *plugin;
     if (!name.is(Node::Kind::scalar) || name.text.empty()) {
-      problems.add(entry.place, "got a task without a name, wanted {NAME: {...}} or {name: LABEL, task: NAME, ...}");
+      problems.add(entry.place, "got a task without a name, wanted {TASK: {...}} or {name: NAME, task: TASK, ...}");
       return std::nullopt;
     }
     if (task.name.empty()) task.name = name.text;

@@ -143,7 +143,7 @@ class Cells {
     return out;
   }
 
-  // The only group with this label. A budget tells several apart.
+  // The only group with this name. A budget tells several apart.
   static const Group* group(const Block& block, const std::string& policy, const std::optional<double>& budget,
                             std::string& why) {
     const Group *found = nullptr, *failed = nullptr;  // a failed cell may know no budget

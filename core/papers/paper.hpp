@@ -11,11 +11,11 @@ namespace kvlab::papers {
 
 // Which cells of a result a published value belongs to, and what is read of them.
 struct Reading {
-  std::string policy, task, model, run;  // labels, and the stem of an experiment's file; empty: there is only one
+  std::string policy, task, model, run;  // names, and the stem of an experiment's file; empty: there is only one
   std::optional<double> context, budget;
   std::string read = "score", as = "value", against = "full", unit;
   bool over_tasks = false;                       // the mean over tasks: of these groups, or all of the run's
-  std::vector<std::vector<std::string>> groups;  // of task labels; several: the mean of their means
+  std::vector<std::vector<std::string>> groups;  // of task names; several: the mean of their means
   std::vector<std::string> pair;                 // of shared_heads: the stems of two profile experiments
   std::string array;                             // their set of heads; of array_...: what a profile holds
   std::vector<std::string> parts;                // of part_ms and part_share: the parts of a step

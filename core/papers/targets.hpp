@@ -21,7 +21,7 @@ struct TargetRun {
   std::string name, where;                      // where: file and line
   std::string experiment;                       // a path from the folder that has analysis/; empty: none
   std::vector<std::string> sets, small_sets;    // key=value in place of the experiment's; and for the tiny model
-  std::map<std::string, std::string> profiles;  // by a policy's label: the run that makes the profile it reads
+  std::map<std::string, std::string> profiles;  // by a policy's name: the run that makes the profile it reads
   std::vector<std::string> bench;               // ops; empty: none
   std::vector<std::string> options;             // of `kvlab bench` on a GPU
   bool peers = false;

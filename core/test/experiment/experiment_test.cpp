@@ -483,7 +483,7 @@ TEST_CASE("a key or a name in the wrong place is told where it belongs") {
   refused(head + "policies: [snapkv: {placement: host}]\n",
           "exp.yaml:3:32: got 'host' for 'placement', wanted a map: {tier: device | host, resident: N, codec: NAME}");
   refused(head + "policies: [{name: mine, budget: {tokens: 64}}]\n",
-          "exp.yaml:3:19: got the label 'mine' without a plugin, wanted scorer, selector or policy beside it");
+          "exp.yaml:3:19: got the name 'mine' without a plugin, wanted scorer, selector or policy beside it");
   refused(head + "policies: [snapkv]\nsweep: {budget.tokens: [64, 128]}\n", "exp.yaml:4:9: got 'budget'",
           {"a key of an entry stands behind its name: NAME.budget.tokens"});
   refused(head + "policies: [full]\nbackend: gpu\n", "exp.yaml:4:10: got 'gpu' for 'backend', wanted cuda");
