@@ -167,8 +167,8 @@ __device__ __forceinline__ int add_released(int* p, int x) {
 }
 
 // Waits until *p is at least x, of blocks that are all under way. The thread then sees what came before add_released in
-// theirs, and so does its block after a barrier. A wait of minutes is a fault, which ends the kernel with an error: a
-// look takes most of a microsecond.
+// theirs, and so does its block after a barrier. A wait of 2^28 looks is a fault, which ends the kernel with an
+// error: a healthy one has few.
 __device__ __forceinline__ void wait_for_value(const int* p, int x) {
   for (unsigned looks = 0;; ++looks) {
     int now;

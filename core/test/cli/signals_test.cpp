@@ -25,9 +25,6 @@ std::vector<std::string> words(const Folder& folder, const std::string& file) {
   return test::kvlab_command({"run", file, "-o", folder / "out.h5"});
 }
 
-// A busy machine may let the other process go too far before this one acts. The test then starts afresh.
-constexpr int attempts = 5;
-
 Ended killed_once_it_watches(const std::vector<std::string>& command) {
   Child child(test::kvlab_command(command));
   // The child notes signals once its mask of caught ones (SigCgt, hexadecimal) has SIGTERM.
@@ -50,7 +47,7 @@ TEST_CASE("SIGINT, SIGTERM and SIGHUP drop the cell under way, keep the finished
   const int signal = GENERATE(SIGINT, SIGTERM, SIGHUP);
   std::optional<Folder> place;
   Ended ended;
-  for (int i = 0; i < attempts && (i == 0 || place->files("out.h5.parts", ".h5") == 4); ++i) {
+  for (int i = 0; i < test::attempts && (i == 0 || place->files("out.h5.parts", ".h5") == 4); ++i) {
     place.emplace();
     // These tests may themselves run under nohup.
     Child child(words(*place, place->write("e.yaml", slow_cells)), [&] { ::signal(signal, SIG_DFL); });
@@ -94,7 +91,7 @@ TEST_CASE("a second signal ends a process at once; the same request again does n
     return status;
   };
   int status = twice();
-  for (int i = 1; i < attempts && !later && WIFSIGNALED(status); ++i)
+  for (int i = 1; i < test::attempts && !later && WIFSIGNALED(status); ++i)
     status = twice();  // 0.3 s lay between the signals
   if (later) {
     REQUIRE(WIFSIGNALED(status));
@@ -129,7 +126,7 @@ TEST_CASE("profile, generate and bench end with the signal's code") {
       {"bench", "gemv"}};
   const std::vector<std::string>& command = commands[GENERATE(as<std::size_t>(), 0, 1, 2)];
   Ended ended;
-  for (int i = 0; i < attempts && (i == 0 || ended.code == 0); ++i) {
+  for (int i = 0; i < test::attempts && (i == 0 || ended.code == 0); ++i) {
     std::filesystem::remove(folder / "p.h5");
     ended = killed_once_it_watches(command);
   }
