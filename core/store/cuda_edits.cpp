@@ -10,6 +10,8 @@
 namespace kvlab {
 namespace {
 
+constexpr int layers_of_fetch = 4;  // that share a launch beside a step
+
 template <class Args>
 Args list_of(const Edit& e, const std::int32_t* slots, std::size_t rows, unsigned long long number) {
   Args a;
@@ -336,7 +338,8 @@ Applied CudaStore::archive_heads(const Edit& e, const std::vector<std::int32_t>&
 }
 
 // The copies run beside the stream, by a copy of the list, which may be scratch. Beside a step, fetches of some layers
-// share a launch when their edits end.
+// share a launch when their edits end. So do those of layers that follow each other, by lists that last, where
+// observe() comes behind the last layer: nobody changes these lists before the step's end.
 Applied CudaStore::fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty()) return {Fit::ok, -1};
   auto a = list_of<CudaStoreFetch>(e, rows_of(slots), slots.size(), ++edit_);
@@ -344,14 +347,21 @@ Applied CudaStore::fetch_tokens(const Edit& e, const std::vector<std::int32_t>& 
   a.layer = e.layer;
   stale_ = true;
   fetching_[static_cast<std::size_t>(e.layer)] = true;
+  // A second fetch of a layer may replace tokens that the first one brings.
+  const bool joins = std::ssize(fetches_) < most_fetches && std::ranges::none_of(fetches_, [&](const auto& other) {
+                       return other.layer == a.layer || other.rows != a.rows;
+                     });
   if (beside_) {
     place_waiting();  // pages that the list counts on
-    // A second fetch of a layer may replace tokens that the first one brings.
-    const bool joins = std::ssize(fetches_) < most_fetches && std::ranges::none_of(fetches_, [&](const auto& other) {
-                         return other.layer == a.layer || other.rows != a.rows;
-                       });
     if (!joins) fetch_waiting();
     fetches_.push_back(a);
+    return {Fit::ok, -1};
+  }
+  if (late_ && in_graph_ && e.list.slots) {
+    if (!joins) fetch_waiting();
+    fetches_.push_back(a);
+    const int follow = options_.shape.layers - 1 - e.layer;  // so that little travels when the last layer has ended
+    if (static_cast<int>(fetches_.size()) >= std::min(layers_of_fetch, follow)) fetch_waiting();
     return {Fit::ok, -1};
   }
   const int lane = side_->next();
@@ -363,11 +373,14 @@ Applied CudaStore::fetch_tokens(const Edit& e, const std::vector<std::int32_t>& 
 
 void CudaStore::fetch_waiting() {
   if (fetches_.empty()) return;
-  only_on_cuda<cuda_store::fetch>(layer(0), std::exchange(fetches_, {}), side_->stream());
+  const Stream s = beside_ ? side_->stream() : side_->begin();
+  only_on_cuda<cuda_store::fetch>(layer(0), std::exchange(fetches_, {}), s);
+  if (!beside_) side_->end(SideStream::no_lane);
 }
 
 Stream CudaStore::fork() {
-  fetches_.clear(), places_.clear();  // an error ended the work before
+  fetch_waiting();
+  places_.clear();  // an error ended the work before
   return side_->begin();
 }
 

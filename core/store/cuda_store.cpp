@@ -347,7 +347,8 @@ int CudaStore::max_length(int index, const std::vector<std::int32_t>& slots) con
 }
 
 void CudaStore::settle() {
-  if (beside_) fetch_waiting(), synchronize(side_->stream());
+  fetch_waiting();
+  if (beside_) synchronize(side_->stream());
   side_->join();
   fetching_.assign(fetching_.size(), false);
   if (std::find(placing_.begin(), placing_.end(), true) == placing_.end()) return;
@@ -422,6 +423,7 @@ void CudaStore::reserved(bool yes) {
   if (reserved_ && !yes && side_->busy()) side_->forget();
   beside_ = beside_ && yes;
   reserved_ = yes;
+  if (!yes) fetches_.clear();  // an error ended the step
 }
 
 void CudaStore::update() {
@@ -599,7 +601,7 @@ void CudaStore::count_edits_anew() {
 
 void CudaStore::leave_room(const std::vector<std::int32_t>& slots, bool late) {
   late_ = options_.archive && late;
-  copies_ = (options_.host_pages && any_spills(slots)) || (options_.archive && !late);
+  copies_ = (options_.host_pages && any_spills(slots)) || options_.archive;
   leave_room_to_checks(false);
 }
 

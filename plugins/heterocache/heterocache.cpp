@@ -48,7 +48,7 @@ class HeteroCache final : public kvlab::Policy {
         order_(p.get<RecallOrder>("recall_order")),
         recall_steps_(p.get<int>("recall_steps")),
         rho_(p.get<double>("rho")),
-        when_{p.get<bool>("asynchrony") ? kvlab::Deadline::next_attention : kvlab::Deadline::next_step} {
+        beside_(p.get<bool>("asynchrony")) {
     if (kernel_ % 2 == 0)
       throw kvlab::Error(kvlab::Errc::config, "got a kernel of " + std::to_string(kernel_) + ", wanted an odd one");
   }
@@ -58,7 +58,7 @@ class HeteroCache final : public kvlab::Policy {
         .window_queries(1)
         .archive(recalls_)
         .steps(true)
-        .observe_beside(when_.kind == kvlab::Deadline::next_attention)
+        .observe_beside(beside_)
         .profile(allocates_ || clusters_)
         .capturable(true);
   }
@@ -151,6 +151,7 @@ class HeteroCache final : public kvlab::Policy {
     if (base == 0 && amount_.kind != kvlab::BudgetAmount::ratio)
       refuse(("a prompt of " + std::to_string(n) + " tokens with a budget of ").c_str(), budget,
              static_cast<double>(full_) * n / static_cast<double>(weights_.size()));
+    if (watches(kv)) kvlab::ops::forget_waiting(kv.pages, due(kv), s);
     if (base == 0 || base == n) return;  // a ratio of a few tokens is none
     const auto first = static_cast<std::size_t>(kv.layer) * heads_of_layer_;
     const std::vector<std::int32_t> all = heterocache::divided(weights_, base, n, fill_);
@@ -173,9 +174,12 @@ class HeteroCache final : public kvlab::Policy {
     edits.evict_rest(stay);
   }
 
-  // A step's attention leaves the logits of pivots whose scores may still change a median.
+  // A step's attention leaves the logits of pivots whose scores may still change a median. What the step before found
+  // is fetched beside the layers behind this one.
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream) override {
-    if (watches(step)) edits.keep_logits(logits(step));
+    if (!watches(step)) return;
+    edits.keep_logits(logits(step));
+    if (beside_) edits.fetch(best_.of(step), {.heads = satellites_due(step)});
   }
 
   void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
@@ -193,15 +197,12 @@ class HeteroCache final : public kvlab::Policy {
                             .by = leader_.of(step),
                             .among = order_ == RecallOrder::position ? widest_.of(step) : nullptr},
                            best_.of(step), s);
-    kvlab::HeadFlags due = drifted_.of(step);
-    if (recall_steps_ > 1) {
-      due = due_.of(step);
+    if (recall_steps_ > 1)
       kvlab::ops::spread_heads(
           prompt, drifted_.of(step),
           {.steps = recall_steps_, .lead = lead(step), .places = turn_.of(step), .counts = step.steps}, waits_.of(step),
-          due, s);
-    }
-    edits.fetch(best_.of(step), {.heads = Heads::flagged(due).except(no_satellite_.of(step)), .when = when_});
+          due_.of(step), s);
+    if (!beside_) edits.fetch(best_.of(step), {.heads = satellites_due(step), .when = {kvlab::Deadline::next_step}});
   }
 
  private:
@@ -210,6 +211,8 @@ class HeteroCache final : public kvlab::Policy {
     return amount_.kind == kvlab::BudgetAmount::ratio ? std::max(1., n * amount_.value) : tokens;
   }
   bool watches(const kvlab::LayerKv& kv) const { return recalls_ && follows_[static_cast<std::size_t>(kv.layer)]; }
+  kvlab::HeadFlags due(const kvlab::LayerKv& kv) const { return recall_steps_ > 1 ? due_.of(kv) : drifted_.of(kv); }
+  Heads satellites_due(const kvlab::LayerKv& kv) const { return Heads::flagged(due(kv)).except(no_satellite_.of(kv)); }
   int lead(const kvlab::LayerKv& kv) const { return 1 + stagger_ * kv.layer; }
   kvlab::ops::DriftWatch watch(const kvlab::LayerKv& kv) const { return {missed_.of(kv), rests_.of(kv)}; }
   kvlab::HeadLogits logits(const kvlab::LayerKv& kv) const {
@@ -229,7 +232,7 @@ class HeteroCache final : public kvlab::Policy {
   RecallOrder order_;
   int recall_steps_;
   double rho_;
-  kvlab::Deadline when_;
+  bool beside_;  // fetches come beside the next step
   kvlab::BudgetAmount amount_;
   std::vector<float> role_, pivot_of_, stable_;  // [layer, kv_head], like weights_
   std::vector<double> weights_;                  // of the division; 0 = the head keeps all
@@ -266,4 +269,4 @@ KVLAB_PLUGIN(
         .component("allocation", "shares by stability; off = all compressed heads keep as many tokens")
         .component("clustering", "roles of the profile; off = every head is an anchor, and none recalls")
         .component("retrieval", "satellites fetch from the host; off = they keep the prompt's choice")
-        .component("asynchrony", "fetched tokens come beside the step; off = its end waits for them"))
+        .component("asynchrony", "fetched tokens come beside the next step; off = a step's end waits for them"))

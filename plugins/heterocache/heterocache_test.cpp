@@ -275,7 +275,8 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
     bases[static_cast<std::size_t>(layer)] = best_of(run, layer, 0, prompt - 1, base);
   }
   int drifts = 0, checks = 0, waited = 0;
-  std::map<std::size_t, std::vector<int>> waits;  // what satellites fetch when they have their turn
+  // What satellites fetch when they have their turn, and what comes beside the next step.
+  std::map<std::size_t, std::vector<int>> waits, coming;
   // [layer] overlaps with the base sets of their steps; those before a drift, and before the first step, count as 1.
   std::vector<std::vector<double>> overlaps_of(bases.size());
   const auto check = [&](int position) {
@@ -297,6 +298,7 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
     }
     run.step();
     const int position = prompt + step + (step < 7 ? 0 : x.again);
+    for (auto& [head, list] : std::exchange(coming, {})) held[head] = list;
     for (int layer = 0; x.retrieval && layer + 1 < layers; ++layer) {
       auto& own = bases[static_cast<std::size_t>(layer)];
       auto& known = overlaps_of[static_cast<std::size_t>(layer)];
@@ -325,7 +327,7 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
       const int layer = static_cast<int>(it->first) / heads, satellite = static_cast<int>(it->first) % heads - 1;
       const bool turn = (step + 1 + (x.stagger ? layer : 0) + satellite) % x.recall_steps == 0;
       waited += !turn;
-      if (turn) held[it->first] = it->second;
+      if (turn) (x.asynchrony ? coming[it->first] : held[it->first]) = it->second;
       it = turn ? waits.erase(it) : std::next(it);
     }
     check(position);

@@ -28,7 +28,8 @@ class HeteroCache(Full):
         self.pivot = profile["pivot_of"].long() if clusters else torch.full(heads, -1)
         self.stable = profile["stable"] if spec.get("allocation", True) else torch.ones(heads).double()
         self.least, self.fill = spec.get("least_stability", 0.05), spec.get("fill", True)
-        self.recalls = spec.get("retrieval", True)
+        self.recalls, self.beside = spec.get("retrieval", True), spec.get("asynchrony", True)
+        self.coming = {}  # (layer, satellite) -> the tokens that come beside the next step
         self.base, self.overlaps, self.steps, self.own = {}, {}, {}, {}
 
     def divide(self, n):
@@ -81,6 +82,13 @@ class HeteroCache(Full):
         step = self.steps.get(layer, 0)
         self.steps[layer] = step + 1
         kept = list(kept)
+
+        def fetch(head, tokens):
+            kept[head] = torch.cat([tokens, kept[head][kept[head] >= self.n]])
+
+        for of_layer, head in list(self.coming):
+            if of_layer == layer:
+                fetch(head, self.coming.pop((layer, head)))
         for kv, score in self.scores.items():
             best = set(top(score, self.of_base).tolist())
             self.overlaps[layer, kv].append(len(best & self.base[layer, kv]) / self.of_base)
@@ -94,7 +102,10 @@ class HeteroCache(Full):
             for other in range(self.model.kv_heads):
                 if self.role[layer, other] == SATELLITE and self.pivot[layer, other] == kv:
                     fetched = top(score, self.own[layer, other])
-                    kept[other] = torch.cat([fetched, kept[other][kept[other] >= self.n]])
+                    if self.beside:
+                        self.coming[layer, other] = fetched
+                    else:
+                        fetch(other, fetched)
         return kept
 
 

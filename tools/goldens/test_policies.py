@@ -601,12 +601,16 @@ def test_heterocache():
     pooled = policies.make({**spec, "kernel": 3}, model()).pooled(torch.tensor([[.6, 0, 0, .3], [0, .3, .3, 0]]))
     assert torch.allclose(pooled, torch.tensor([.2, .2, .2, .1]))
     pivot = {"role": [[2, 3]], "pivot_of": [[-1, 0]], "stable": [[1, 1]]}
-    for threshold, drifts in ((.5, False), (.6, True)):
-        policy = policies.make({**spec, "profile": pivot, "threshold": threshold}, model(kv_heads=2))
+    for threshold, drifts, beside in ((.5, False, False), (.6, True, False), (.6, True, True)):
+        policy = policies.make({**spec, "profile": pivot, "threshold": threshold, "asynchrony": beside}, model(kv_heads=2))
         policy.n, policy.of_base, policy.own[0, 1] = 8, 4, 2
         policy.base[0, 0], policy.overlaps[0, 0], policy.steps[0] = {1, 2, 3, 4}, [1., .5, .25, .25], 4
         policy.scores = {0: torch.tensor([.1, .6, .7, .8, .2, .0, .0, .9])}  # 3 of 4 are among the best
         kept = policy.after(0, [torch.arange(9), torch.tensor([1, 2, 8])], None)
+        if beside:
+            assert lists(kept)[1] == [1, 2, 8]
+            policy.scores = {}
+            kept = policy.after(0, kept, None)
         assert lists(kept)[1] == ([3, 7, 8] if drifts else [1, 2, 8])
 
 

@@ -874,13 +874,15 @@ TEST_CASE("cuda engine: steps that move pages by single edits are replayed") {
 
 TEST_CASE("cuda engine: steps that fetch tokens of archives are replayed") {
   // Of each head the newest tokens stay. In every second step of a sequence its even heads fetch some tokens of their
-  // archives, in every third all heads fetch others. One list is scratch, the other lasts.
+  // archives, in every third all heads fetch others. One list is scratch, the other lasts. early > 0: select() of so
+  // many layers fetches by the list that lasts, so that layers share launches, and nobody fetches by the other one.
   struct Fetcher final : Policy {
     Deadline when;
     TokenList lasting;
     HeadClass odd;
     bool beside;
-    Fetcher(Deadline w, bool b) : when(w), beside(b) {}
+    int early;
+    Fetcher(Deadline w, bool b, int e) : when(w), beside(b), early(e) {}
     Needs needs() const override { return Needs{}.archive(true).steps(true).observe_beside(beside).capturable(true); }
     void attach(const Shape& s, const BudgetAmount&, Workspace& w) override {
       std::vector<std::uint8_t> marks;
@@ -909,26 +911,37 @@ TEST_CASE("cuda engine: steps that fetch tokens of archives are replayed") {
       edits.archive({});
       edits.evict_rest(newest(kv, 9, s));
     }
-    void observe(const LayerStep& step, Edits& edits, Stream s) override {
-      edits.fetch(newest(step, 3, s), {Heads::every(step.steps, 2).except(odd.of(step)), when});
+    void fetch_lasting(const LayerStep& step, Edits& edits) const {
       TokenList list = lasting;
       list.slots = step.pages.slots;
       edits.fetch(list, {Heads::every(step.steps, 3), when});
+    }
+    void select(const LayerStep& step, Edits& edits, Stream) override {
+      if (step.layer < early) fetch_lasting(step, edits);
+    }
+    void observe(const LayerStep& step, Edits& edits, Stream s) override {
+      if (early > 0) return;
+      edits.fetch(newest(step, 3, s), {Heads::every(step.steps, 2).except(odd.of(step)), when});
+      fetch_lasting(step, edits);
     }
   };
   struct Way {
     Deadline::Kind kind;
     bool beside;
-    int layers = 8;
+    int layers = 8, early = 0;
   };
-  for (const auto& [kind, beside, layers] :
+  for (const auto& [kind, beside, layers, early] :
        {Way{Deadline::next_attention, false}, Way{Deadline::next_step, false}, Way{Deadline::next_attention, true},
-        Way{Deadline::next_attention, true, 1}}) {
-    CAPTURE(static_cast<int>(kind), beside, layers);
+        Way{Deadline::next_attention, true, 1}, Way{Deadline::next_attention, true, 8, 6},
+        Way{Deadline::next_attention, true, 8, 2}}) {
+    CAPTURE(static_cast<int>(kind), beside, layers, early);
     Pair p(
         test::full_spec(),
-        [&, kind = kind, beside = beside] { return std::make_shared<Fetcher>(Deadline{kind}, beside); }, 96, 0,
-        "synthetic/tiny", [layers = layers](EngineOptions& o, bool) { o.layers_beside = layers; });
+        [&, kind = kind, beside = beside, early = early] {
+          return std::make_shared<Fetcher>(Deadline{kind}, beside, early);
+        },
+        96, 0, early > 0 ? "synthetic/tiny-deep" : "synthetic/tiny",
+        [layers = layers](EngineOptions& o, bool) { o.layers_beside = layers; });
     const int a = p.open(30, 1), b = p.open(70, 2);
     for (int i = 0; i < 12; ++i) p.step({a, b});
     for (int i = 0; i < 5; ++i) p.step({b});
@@ -944,7 +957,9 @@ TEST_CASE("cuda engine: steps that fetch tokens of archives are replayed") {
     for (const int slot : {a, b})
       for (int head = 0; head < p.model->config.kv_heads; ++head) {
         CHECK(p.graphs.store().archived(1, slot, head) == (slot == a ? 30 : 70));
-        CHECK(p.graphs.store().positions_by_place(1, slot, head) == p.eager.store().positions_by_place(1, slot, head));
+        for (int layer = 0; layer < p.model->config.layers; ++layer)
+          CHECK(p.graphs.store().positions_by_place(layer, slot, head) ==
+                p.eager.store().positions_by_place(layer, slot, head));
       }
     p.graphs.store().check_invariants();
     p.close(a);

@@ -79,7 +79,10 @@ double limit_of(const Subject& s) {
   for (const CodecSpec& codec : subjects().policy(s.spec)->codecs())
     for (const CodecSide side : {codec.k, codec.v})
       if (side.bits) most = std::max(most, side.bits == 8 ? 0.1 : side.bits == 4 ? 0.2 : 0.6);
-  if (s.label == "kvquant") most = 0.4;  // its pages have no codec, and its numbers are entries of 3 bits
+  // Their pages have no codec of core's. kvquant's numbers are entries of 3 bits.
+  if (s.label == "kvquant") most = 0.4;
+  if (s.label.ends_with("+kivi4")) most = 0.2;
+  if (s.label.ends_with("+kivi2")) most = 0.6;
   return most;
 }
 
