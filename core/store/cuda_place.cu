@@ -11,6 +11,7 @@
 #include "ops/page/codes.hpp"
 #include "ops/score/key_factors.cuh"
 #include "ops/select/select.cuh"
+#include "store/cuda_carry.cuh"
 #include "store/cuda_kernels.hpp"
 #include "store/cuda_packed.hpp"
 #include "store/cuda_tokens.cuh"
@@ -327,21 +328,11 @@ __global__ void __launch_bounds__(32) relay_kernel(const __grid_constant__ CudaS
   if (lane == 0) end_copies(counts);
 }
 
-// Each warp does one job at a time.
-__global__ void __launch_bounds__(threads)
-    carry_kernel(const __grid_constant__ CudaStoreLayer s, const std::int32_t* jobs, std::int32_t* counts) {
-  const int warps = static_cast<int>(blockDim.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, count = counts[0];
-  for (int job = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32; job < count;
-       job += static_cast<int>(gridDim.x) * warps) {
-    const std::int32_t* j = jobs + std::int64_t{4} * job;
-    const int kind = j[0], from = j[1];
-    if (kind != CudaStorePlace::leave) {
-      carry_page(s, kind == CudaStorePlace::up ? 0 : 1, from, j[2], j[3], lane);
-    }
-    __syncwarp();
-    if (lane == 0 && (kind == CudaStorePlace::leave || kind == CudaStorePlace::down_and_leave))
-      give_frame_back(s, from);
-  }
+__global__ void __launch_bounds__(32 * carrying_warps)
+    carry_kernel(const __grid_constant__ CudaStoreLayer s, const std::int32_t* jobs, std::int32_t* counts,
+                 const __grid_constant__ CarryRoom room) {
+  extern __shared__ uint4 carried[];
+  carry_jobs(s, jobs, counts[0], room, carried);
   __syncthreads();
   if (threadIdx.x == 0) end_copies(counts);
 }
@@ -420,13 +411,16 @@ void plan_places(const CudaStoreLayer& first, const std::vector<CudaStorePlace>&
 KVLAB_ON_CUDA(plan_places, plan_places);
 
 void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream) {
-  if (s.packs)
+  const int blocks = a.awaited ? awaited_blocks : copying_multiprocessors;
+  if (s.packs) {
     copy_packing(s, {a.jobs, a.counts, true, 0}, packing_multiprocessors, stream);
-  else if (s.mixed)
-    carry_kernel<<<64, threads, 0, stream_of(stream)>>>(s, a.jobs, a.counts);
-  else
-    launch_relay("copy_placed", relay_kernel, a.awaited ? awaited_blocks : copying_multiprocessors, stream, s, a.jobs,
-                 a.counts, a.awaited ? relay_awaited : relay_beside);
+  } else if (s.mixed) {
+    const CarryRoom room = carry_room(s.host_layout);
+    launch_apart("copy_placed", carry_kernel, blocks, 32 * room.warps, stream, s, a.jobs, a.counts, room);
+  } else {
+    launch_relay("copy_placed", relay_kernel, blocks, stream, s, a.jobs, a.counts,
+                 a.awaited ? relay_awaited : relay_beside);
+  }
   check_launch("copy_placed");
 }
 KVLAB_ON_CUDA(copy_placed, copy_placed);

@@ -10,6 +10,7 @@
 #include "base/launch.cuh"
 #include "ops/page/packed.hpp"
 #include "ops/page/paged.hpp"
+#include "store/cuda_carry.cuh"
 #include "store/cuda_moves.cuh"
 #include "store/cuda_packed.hpp"
 #include "store/cuda_turn.hpp"
@@ -329,22 +330,28 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
   if (changed) count_fired(s, a.edit);
 }
 
-// Each warp copies one page at a time. Whole frames cross the link in units of 16 bytes, many in flight. A page
-// crosses token by token where the tiers' layouts differ.
-template <bool Mixed>
+__device__ inline void count_moved(const CudaStoreLayer& s, int count, int to) {
+  if (blockIdx.x == 0 && threadIdx.x == 0 && count > 0)
+    atomicAdd(&s.counters->moved[to], static_cast<unsigned long long>(count));
+}
+
+// Each warp copies one page at a time. Whole frames cross the link in units of 16 bytes, many in flight.
 __global__ void __launch_bounds__(256) page_copy_kernel(const __grid_constant__ CudaStoreLayer s,
                                                         const std::int32_t* count, const std::int32_t* jobs, int to) {
-  const int all_warps = static_cast<int>(blockDim.x) / 32;
+  const int all_warps = static_cast<int>(blockDim.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   for (int job = static_cast<int>(blockIdx.x) * all_warps + static_cast<int>(threadIdx.x) / 32; job < *count;
-       job += static_cast<int>(gridDim.x) * all_warps) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    if constexpr (Mixed)
-      carry_page(s, to, jobs[4 * job + 1], jobs[4 * job + 2], jobs[4 * job + 3], lane);
-    else
-      copy_frame(s, frame_at(s, 1 - to, jobs[4 * job + 1]), frame_at(s, to, jobs[4 * job + 2]), lane, 32);
-  }
-  if (blockIdx.x == 0 && threadIdx.x == 0 && *count > 0)
-    atomicAdd(&s.counters->moved[to], static_cast<unsigned long long>(*count));
+       job += static_cast<int>(gridDim.x) * all_warps)
+    copy_frame(s, frame_at(s, 1 - to, jobs[4 * job + 1]), frame_at(s, to, jobs[4 * job + 2]), lane, 32);
+  count_moved(s, *count, to);
+}
+
+// The same where the tiers' layouts differ.
+__global__ void __launch_bounds__(32 * carrying_warps)
+    page_carry_kernel(const __grid_constant__ CudaStoreLayer s, const std::int32_t* count, const std::int32_t* jobs,
+                      int to, const __grid_constant__ CarryRoom room) {
+  extern __shared__ uint4 carried[];
+  carry_jobs(s, jobs, *count, room, carried);
+  count_moved(s, *count, to);
 }
 
 __global__ void __launch_bounds__(256)
@@ -532,8 +539,13 @@ void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream strea
   if (e.verb == CudaStorePageEdit::drop) return;
   const int to = e.verb == CudaStorePageEdit::offload ? 1 : 0;
   if (s.packs) return copy_packing(s, {e.jobs, e.job_count, false, to}, 64, stream);
-  const auto copy = s.mixed ? page_copy_kernel<true> : page_copy_kernel<false>;
-  copy<<<64, 256, 0, stream_of(stream)>>>(s, e.job_count, e.jobs, to);
+  constexpr int blocks = 64;
+  if (s.mixed) {
+    const CarryRoom room = carry_room(s.host_layout);
+    launch_apart("page_carry", page_carry_kernel, blocks, 32 * room.warps, stream, s, e.job_count, e.jobs, to, room);
+    return;
+  }
+  page_copy_kernel<<<blocks, 256, 0, stream_of(stream)>>>(s, e.job_count, e.jobs, to);
   check_launch("page_copy");
 }
 KVLAB_ON_CUDA(page_edit, page_edit);

@@ -239,16 +239,25 @@ __device__ void close_holes(const CudaStoreLayer& s, const Head& h, int before, 
   }
 }
 
-// A warp copies a page to the other tier, token by token. A call spares registers of kernels that seldom need it.
-__device__ __noinline__ inline void carry_page(const CudaStoreLayer& s, int to, std::int32_t frame_from,
-                                               std::int32_t frame_to, int tokens, int lane) {
-  const std::byte* a = frame_at(s, 1 - to, frame_from);
-  std::byte* b = frame_at(s, to, frame_to);
-  for (int t = 0; t < tokens; ++t) {
-    Carried x;
-    x.read(a, layout_of(s, 1 - to), t, layout_of(s, to), lane);
-    x.write(b, layout_of(s, to), t, lane);
+// A warp copies the first tokens of a page to a page of another layout. A call spares registers of kernels that seldom
+// need it.
+__device__ __noinline__ inline void carry_tokens(const std::byte* from, const PageLayout& of, std::byte* to,
+                                                 const PageLayout& as, int tokens, int lane) {
+  constexpr int at_once = 4;
+  for (int first = 0; first < tokens; first += at_once) {
+    Carried x[at_once];
+#pragma unroll
+    for (int i = 0; i < at_once; ++i)
+      if (first + i < tokens) x[i].read(from, of, first + i, as, lane);
+#pragma unroll
+    for (int i = 0; i < at_once; ++i)
+      if (first + i < tokens) x[i].write(to, as, first + i, lane);
   }
+}
+__device__ inline void carry_page(const CudaStoreLayer& s, int to, std::int32_t frame_from, std::int32_t frame_to,
+                                  int tokens, int lane) {
+  carry_tokens(frame_at(s, 1 - to, frame_from), layout_of(s, 1 - to), frame_at(s, to, frame_to), layout_of(s, to),
+               tokens, lane);
 }
 
 // Returns whether rows of both sides of a token are multiples of 16 bytes.

@@ -187,6 +187,39 @@ TEST_CASE("cuda store: a page without a copy gives its frame to one that comes, 
         }
 }
 
+// Of large pages a block has few warps, and a warp two pages under way.
+TEST_CASE("cuda store: pages of codes come from the host as they lie there, also many and large ones") {
+  struct Kind {
+    int page_size, head_dim, pages;
+  };
+  for (const auto& [page_size, head_dim, pages] : {Kind{16, 16, 300}, {128, 128, 40}}) {
+    CAPTURE(page_size, head_dim);
+    StoreFixture f;
+    f.options.host_pages = true;
+    f.options.host_codec.k.bits = f.options.host_codec.v.bits = 8;
+    f.options.shape.layers = 1, f.options.shape.head_dim = head_dim, f.options.shape.page_size = page_size;
+    const int tokens = f.options.shape.max_tokens = pages * page_size;
+    OnDevice memory;
+    CudaStore store(f.options, memory.stream());
+    const int slot = store.open();
+    test::append_rows(store, f, memory, slot, tokens);
+    Pages all;
+    for (int i = 0; i < pages; ++i) all.push_back(i);
+    const auto held = [&](const Pages& set) {
+      Edits e(0);
+      e.place(memory.put(Lists(2, set).pages()), {.when = {Deadline::this_attention}});
+      REQUIRE(store.apply(e.all(), {slot}).fit == Fit::ok);
+      store.settle();
+      store.check_invariants();
+      return test::stored_tokens(*store.copy_of(slot), 0, 0, 1);
+    };
+    const auto below = held({});
+    CHECK(store.page_bytes(Tier::device) == 2 * frame_layout(f.options, {}).bytes);
+    CHECK(held(all) == below);
+    CHECK(store.page_bytes(Tier::device) == 2 * pages * frame_layout(f.options, {}).bytes);
+  }
+}
+
 namespace {
 
 test::SpillScene scene_of(CudaStore& store, const StoreFixture& f, OnDevice& memory) {
