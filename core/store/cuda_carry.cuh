@@ -30,14 +30,15 @@ inline CarryRoom carry_room(const PageLayout& host) {
   return r;
 }
 
-// Blocks of room.warps warps that launch_apart launches. memory: their dynamic shared memory. jobs: as of CudaStorePlace.
-// A page that leaves gives its frame back.
-__device__ inline void carry_jobs(const CudaStoreLayer& s, const std::int32_t* jobs, int count, const CarryRoom& room, void* memory) {
+// Blocks of room.warps warps that launch_apart launches. memory: their dynamic shared memory. jobs: as of
+// CudaStorePlace. A page that leaves gives its frame back.
+__device__ inline void carry_jobs(const CudaStoreLayer& s, const std::int32_t* jobs, int count, const CarryRoom& room,
+                                  void* memory) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int first = static_cast<int>(blockIdx.x) * room.warps + warp, all = static_cast<int>(gridDim.x) * room.warps;
   auto* loaded = static_cast<std::uint64_t*>(memory) + warp * carried_ahead;
-  std::byte* stages = static_cast<std::byte*>(memory) + carry_barriers +
-                      static_cast<std::size_t>(warp * room.ahead) * room.stage;
+  std::byte* stages =
+      static_cast<std::byte*>(memory) + carry_barriers + static_cast<std::size_t>(warp * room.ahead) * room.stage;
   const auto job_of = [&](int turn) { return reinterpret_cast<const int4*>(jobs)[first + turn * all]; };
   const auto ask = [&](int turn) {  // of one thread
     if (first + turn * all >= count) return;
@@ -46,8 +47,8 @@ __device__ inline void carry_jobs(const CudaStoreLayer& s, const std::int32_t* j
     const int at = turn % room.ahead;
     const unsigned barrier = cuda::shared_address(loaded + at);
     cuda::barrier_expect(barrier, room.bytes);
-    cuda::bulk_load(cuda::shared_address(stages + static_cast<std::size_t>(at) * room.stage), frame_at(s, 1, job.y), room.bytes,
-              barrier);
+    cuda::bulk_load(cuda::shared_address(stages + static_cast<std::size_t>(at) * room.stage), frame_at(s, 1, job.y),
+                    room.bytes, barrier);
   };
   if (lane == 0 && room.ahead > 0) {
     for (int i = 0; i < room.ahead; ++i) cuda::barrier_init(cuda::shared_address(loaded + i), 1);

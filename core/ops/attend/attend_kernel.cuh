@@ -390,6 +390,10 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
 
     // Without a list, units of a run follow each other in the cache.
     const bool in_order = !R::turned && (scores || shares) && !a.list;
+    // One test for what few launches want, since codes are bound by the instructions of a unit.
+    const bool places_asked =
+        !R::turned && !R::listed && scores_leave && (a.window > 0 || (scores && !in_order) || a.mass);
+    const bool hides_or_keeps = scores_leave && (a.window > 0 || scores || a.mass);
     const int first_place = in_order ? __shfl_sync(~0u, current.place0, i % 32) - i * R::unit : 0;
 #pragma unroll 1
     for (; begin + i < stop; ++i) {
@@ -427,9 +431,8 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
         rows.score(at, s);
       }
       if constexpr (R::listed) add_bias(a, row, kv_head * group, group, q, place, s);
-      if constexpr (!R::turned && !R::listed)
-        if (scores_leave && (a.window > 0 || (scores && !in_order) || a.mass)) find_places();
-      if (R::listed || valid < R::unit || (scores_leave && a.window > 0)) {
+      if (R::listed || valid < R::unit || hides_or_keeps) {
+        if (places_asked) find_places();
         bool seen[tile_rows];
 #pragma unroll
         for (int r = 0; r < tile_rows; ++r)
@@ -451,28 +454,28 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
           for (int r = 0; r < tile_rows; ++r)
 #pragma unroll
             for (int h = 0; h < 2; ++h) s[c][2 * r + h] = seen[r] ? s[c][2 * r + h] : -INFINITY;
-      }
-      if (!scores_leave) {
-      } else if (in_order && scores) {
-        int of_unit[tile_rows];
+        if (!scores_leave) {
+        } else if (in_order && scores) {
+          int of_unit[tile_rows];
 #pragma unroll
-        for (int r = 0; r < tile_rows; ++r) of_unit[r] = tile_row + 8 * r;
-        float* to = scores + std::int64_t{first_place + i * R::unit} * group;
-        put_scores(a, to, group, q, tile_row, valid, of_unit, s);
-      } else if (scores) {
-        put_scores(a, scores, group, q, tile_row, valid, place, s);
-      } else if (a.mass) {
+          for (int r = 0; r < tile_rows; ++r) of_unit[r] = tile_row + 8 * r;
+          float* to = scores + std::int64_t{first_place + i * R::unit} * group;
+          put_scores(a, to, group, q, tile_row, valid, of_unit, s);
+        } else if (scores) {
+          put_scores(a, scores, group, q, tile_row, valid, place, s);
+        } else if (a.mass) {
 #pragma unroll
-        for (int c = 0; c < ColumnTiles; ++c)
+          for (int c = 0; c < ColumnTiles; ++c)
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int head = c * 8 + 2 * q + h;
-            if (head >= group) continue;
-            float* to = a.mass + row * a.mass_row + (kv_head * group + head) * a.mass_head;
+            for (int h = 0; h < 2; ++h) {
+              const int head = c * 8 + 2 * q + h;
+              if (head >= group) continue;
+              float* to = a.mass + row * a.mass_row + (kv_head * group + head) * a.mass_head;
 #pragma unroll
-            for (int r = 0; r < tile_rows; ++r)
-              if (tile_row + 8 * r < valid) to[place[r]] = s[c][2 * r + h];
-          }
+              for (int r = 0; r < tile_rows; ++r)
+                if (tile_row + 8 * r < valid) to[place[r]] = s[c][2 * r + h];
+            }
+        }
       }
       rows.add(at, valid, s, high, sum);
       if (shares) {
