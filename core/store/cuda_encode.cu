@@ -70,36 +70,31 @@ __device__ void encode_groups_of(const Number& number, std::byte* to, const Page
   }
 }
 
-// Rows of bf16 up to 128 elements, of which each lane holds four neighbours of its warp's few tokens.
+// A side of a page of bf16 with rows of up to 128 elements, which a warp holds: each lane has four neighbours of every
+// token.
 constexpr int most_held_dim = 128, held_elements = 4;
-using HeldRanges = float2[warps][most_held_dim];  // [warp, channel]: the least and the most; later scale and zero
 __host__ __device__ bool are_held(const PageLayout& lf, const PageLayout& lt, bool key) {
   const CodecSide side = ops::side_of(lt, key);
-  const int p = lf.page_size, own = p / warps, dim = lf.head_dim, group = ops::group_of(side, p, dim);
+  const int p = lf.page_size, dim = lf.head_dim, group = ops::group_of(side, p, dim);
   if (!side.grouped() || side.kind != CodeKind::integer || ops::side_of(lf, key).bits || lf.dtype != DType::bf16 ||
-      dim > most_held_dim || p % warps || (own != 2 && own != 4))
+      dim > most_held_dim || (p != 16 && p != 32) || (group & (group - 1)) != 0)
     return false;
-  return side.axis == CodeAxis::channel ? group % own == 0 : group % held_elements == 0 && (group & (group - 1)) == 0;
+  return side.axis == CodeAxis::channel || group % held_elements == 0;
 }
 
-template <int Own>  // tokens of a warp
-class HeldRows {
+template <int Tokens>  // of a page
+class HeldSide {
  public:
-  __device__ HeldRows(const std::byte* from, const PageLayout& lf, bool key)
-      : key_(key),
-        lane_(static_cast<int>(threadIdx.x) % 32),
-        warp_(static_cast<int>(threadIdx.x) / 32),
-        first_(warp_ * Own),
-        d_(lane_ * held_elements),
-        there_(d_ < lf.head_dim) {
+  __device__ HeldSide(const std::byte* from, const PageLayout& lf, bool key, int lane)
+      : key_(key), d_(lane * held_elements), there_(d_ < lf.head_dim) {
 #pragma unroll
-    for (int t = 0; t < Own; ++t)
-      if (there_) held_[t] = *reinterpret_cast<const uint2*>(from + ops::row_offset(lf, key, first_ + t) + d_ * 2);
+    for (int t = 0; t < Tokens; ++t)
+      held_[t] = there_ ? *reinterpret_cast<const uint2*>(from + ops::row_offset(lf, key, t) + d_ * 2) : uint2{};
   }
-  // The block stores the side as ops::copy_page does. Tokens of a group of channels are of several warps.
-  __device__ void store(std::byte* to, const PageLayout& lt, HeldRanges& ranges) const {
+  // The warp stores the side as ops::copy_page does.
+  __device__ void store(std::byte* to, const PageLayout& lt) const {
     if (ops::side_of(lt, key_).axis == CodeAxis::channel)
-      store_channels(to, lt, ranges);
+      store_channels(to, lt);
     else
       store_tokens(to, lt);
   }
@@ -115,7 +110,7 @@ class HeldRows {
     unsigned codes = 0;
 #pragma unroll
     for (int e = 0; e < held_elements; ++e) codes |= of(e).integer(number(t, e), side.bits) << e * side.bits;
-    std::byte* at = to + ops::row_offset(lt, key_, first_ + t) + d_ * side.bits / 8;
+    std::byte* at = to + ops::row_offset(lt, key_, t) + d_ * side.bits / 8;
     if (side.bits == 8)
       *reinterpret_cast<unsigned*>(at) = codes;
     else if (side.bits == 4)
@@ -123,43 +118,37 @@ class HeldRows {
     else
       *at = static_cast<std::byte>(codes);
   }
-  __device__ void store_channels(std::byte* to, const PageLayout& lt, HeldRanges& ranges) const {
-    const CodecSide side = ops::side_of(lt, key_);
-    const int p = lt.page_size, dim = lt.head_dim, group = ops::group_of(side, p, dim), sharers = group / Own;
-    if (there_)
-#pragma unroll
-      for (int e = 0; e < held_elements; ++e) {
-        float2 range = make_float2(INFINITY, -INFINITY);
-#pragma unroll
-        for (int t = 0; t < Own; ++t) range.x = fminf(range.x, number(t, e)), range.y = fmaxf(range.y, number(t, e));
-        ranges[warp_][d_ + e] = range;
-      }
-    __syncthreads();
-    for (int i = static_cast<int>(threadIdx.x); i < p / group * dim; i += threads) {
-      const int begin = i / dim * sharers, d = i % dim;
-      float2 all = ranges[begin][d];
-      for (int w = begin + 1; w < begin + sharers; ++w)
-        all.x = fminf(all.x, ranges[w][d].x), all.y = fmaxf(all.y, ranges[w][d].y);
-      const ops::CodeScale of =
-          ops::put_scale(ops::code_scale(side, all.x, all.y), to + ops::meta_offset(lt, key_, begin * Own, d), true);
-      ranges[begin][d] = make_float2(of.scale, of.zero);
-    }
-    __syncthreads();
+  __device__ void store_channels(std::byte* to, const PageLayout& lt) const {
     if (!there_) return;
-    const auto of_channel = [&](int e) {
-      const float2 of = ranges[warp_ / sharers * sharers][d_ + e];
-      return ops::SharedScale({of.x, of.y});
-    };
-    static_assert(held_elements == 4);
-    const ops::SharedScale of[] = {of_channel(0), of_channel(1), of_channel(2), of_channel(3)};
+    const CodecSide side = ops::side_of(lt, key_);
+    const int group = ops::group_of(side, Tokens, lt.head_dim), shift = __ffs(group) - 1;
+#pragma unroll 1
+    for (int of_page = 0; of_page < Tokens >> shift; ++of_page) {
+      float lo[held_elements], hi[held_elements];
 #pragma unroll
-    for (int t = 0; t < Own; ++t) put(to, lt, t, [&](int e) { return of[e]; });
+      for (int e = 0; e < held_elements; ++e) lo[e] = INFINITY, hi[e] = -INFINITY;
+#pragma unroll
+      for (int t = 0; t < Tokens; ++t)
+        if (t >> shift == of_page)
+#pragma unroll
+          for (int e = 0; e < held_elements; ++e)
+            lo[e] = fminf(lo[e], number(t, e)), hi[e] = fmaxf(hi[e], number(t, e));
+      const auto of_channel = [&](int e) {
+        return ops::SharedScale(ops::put_scale(ops::code_scale(side, lo[e], hi[e]),
+                                               to + ops::meta_offset(lt, key_, of_page << shift, d_ + e), true));
+      };
+      static_assert(held_elements == 4);
+      const ops::SharedScale of[] = {of_channel(0), of_channel(1), of_channel(2), of_channel(3)};
+#pragma unroll
+      for (int t = 0; t < Tokens; ++t)
+        if (t >> shift == of_page) put(to, lt, t, [&](int e) { return of[e]; });
+    }
   }
   __device__ void store_tokens(std::byte* to, const PageLayout& lt) const {
     const CodecSide side = ops::side_of(lt, key_);
-    const int group = ops::group_of(side, lt.page_size, lt.head_dim);
+    const int group = ops::group_of(side, Tokens, lt.head_dim);
 #pragma unroll
-    for (int t = 0; t < Own; ++t) {
+    for (int t = 0; t < Tokens; ++t) {
       float lo = INFINITY, hi = -INFINITY;
 #pragma unroll
       for (int e = 0; e < held_elements; ++e)
@@ -169,26 +158,26 @@ class HeldRows {
         if (m * held_elements < group)
           lo = fminf(lo, __shfl_xor_sync(~0u, lo, m)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, m));
       if (!there_) continue;
-      const ops::SharedScale of(ops::put_scale(ops::code_scale(side, lo, hi),
-                                               to + ops::meta_offset(lt, key_, first_ + t, d_), d_ % group == 0));
+      const ops::SharedScale of(
+          ops::put_scale(ops::code_scale(side, lo, hi), to + ops::meta_offset(lt, key_, t, d_), d_ % group == 0));
       put(to, lt, t, [&](int) { return of; });
     }
   }
 
   bool key_;
-  int lane_, warp_, first_, d_;
+  int d_;
   bool there_;  // the rows have the lane's elements
-  uint2 held_[Own];
+  uint2 held_[Tokens];
 };
 
 // Called once, because compilers take long for it.
 __device__ __noinline__ void encode_groups(const std::byte* from, const PageLayout& lf, std::byte* to,
                                            const PageLayout& lt, bool key) {
-  __shared__ HeldRanges ranges;
   if (are_held(lf, lt, key)) {
-    __syncthreads();  // the other side's ranges are read
-    if (lf.page_size / warps == 2) return HeldRows<2>(from, lf, key).store(to, lt, ranges);
-    return HeldRows<4>(from, lf, key).store(to, lt, ranges);
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    if (warp != (key ? 0 : 1)) return;
+    if (lf.page_size == 16) return HeldSide<16>(from, lf, key, lane).store(to, lt);
+    return HeldSide<32>(from, lf, key, lane).store(to, lt);
   }
   const int dim = lf.head_dim;
   const std::byte* rows = from + ops::row_offset(lf, key, 0);
@@ -259,12 +248,13 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// How a run's pages change. lowers: only_lowers. groups: are_held holds for both sides, and a warp has Own tokens.
+// How a run's pages change. lowers: only_lowers. groups: are_held holds for both sides, of pages of Tokens tokens. In
+// both a warp takes a side of a page.
 enum class How { lowers, groups, any };
 
 // Blocks [share of a run, head].
-template <How how, int Own = 1>
-__global__ void __launch_bounds__(threads, how == How::any ? 2 : 4)
+template <How how, int Tokens = 1>
+__global__ void __launch_bounds__(threads, how == How::lowers ? 4 : 2)
     encode_run_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreEncode a) {
   const int of = static_cast<int>(blockIdx.y), row = of / s.kv_heads, head = of % s.kv_heads;
   const Head h = head_of(s, a.slots[row], head);
@@ -274,36 +264,35 @@ __global__ void __launch_bounds__(threads, how == How::any ? 2 : 4)
   let_successor_start();
   wait_for_predecessor();
   const int pages = a.runs[of];
-  if constexpr (how == How::lowers) {  // a warp takes a side of a page
+  if constexpr (how == How::any) {
+    for (int i = static_cast<int>(blockIdx.x); i < pages; i += static_cast<int>(gridDim.x)) {
+      const int page = a.index(row, head, i);
+      encode_page(s, a.codec, before[i].frame, h.table[0][page].frame);
+      __syncthreads();
+      if (warp == 0) summarize(s, h, page, s.layout.page_size, lane);
+    }
+  } else {
     const int each = static_cast<int>(gridDim.x) * warps;
     for (int i = static_cast<int>(blockIdx.x) * warps + warp; i < 2 * pages; i += each) {
       const int page = a.index(row, head, i / 2);
       const bool key = i % 2 == 0;
-      lower_side(frame_at(s, 0, before[i / 2].frame), from, frame_at(s, 0, h.table[0][page].frame), to, key, lane);
+      const std::byte* old = frame_at(s, 0, before[i / 2].frame);
+      std::byte* fresh = frame_at(s, 0, h.table[0][page].frame);
+      if constexpr (how == How::lowers) {
+        lower_side(old, from, fresh, to, key, lane);
+      } else {
+        const HeldSide<Tokens> side(old, from, key, lane);
+        if (key) copy_fields(old, from, fresh, to, lane, 32);
+        side.store(fresh, to);
+      }
       __syncwarp();
       if (key) summarize(s, h, page, s.layout.page_size, lane);
-    }
-  } else {
-    __shared__ HeldRanges ranges[how == How::groups ? 2 : 1];
-    for (int i = static_cast<int>(blockIdx.x); i < pages; i += static_cast<int>(gridDim.x)) {
-      const int page = a.index(row, head, i);
-      if constexpr (how == How::groups) {
-        const std::byte* old = frame_at(s, 0, before[i].frame);
-        std::byte* fresh = frame_at(s, 0, h.table[0][page].frame);
-        const HeldRows<Own> keys(old, from, true), values(old, from, false);
-        copy_fields(old, from, fresh, to, static_cast<int>(threadIdx.x), threads);
-        keys.store(fresh, to, ranges[0]), values.store(fresh, to, ranges[1]);
-      } else {
-        encode_page(s, a.codec, before[i].frame, h.table[0][page].frame);
-      }
-      __syncthreads();
-      if (warp == 0) summarize(s, h, page, s.layout.page_size, lane);
     }
   }
 }
 
 // A block stores a head's listed pages in another codec, one after the other. Of a run it gives the old frames back.
-__global__ void __launch_bounds__(threads)
+__global__ void __launch_bounds__(threads, 2)
     encode_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreEncode a) {
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
   const int mine = static_cast<int>(threadIdx.x), warp = mine / 32, lane = mine % 32;
@@ -364,12 +353,12 @@ void encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream to) {
   if (e.runs) {
     const PageLayout &from = e.codec > 0 ? s.layout : s.lower_layout, &as = e.codec > 0 ? s.lower_layout : s.layout;
     const bool lowers = only_lowers(from, as), groups = are_held(from, as, true) && are_held(from, as, false);
-    const std::int64_t pages = e.index.extent[2], shares = lowers ? (2 * pages + warps - 1) / warps : pages;
-    const int own = s.layout.page_size / warps;
-    const auto kernel = lowers     ? encode_run_kernel<How::lowers>
-                        : !groups  ? encode_run_kernel<How::any>
-                        : own == 2 ? encode_run_kernel<How::groups, 2>
-                                   : encode_run_kernel<How::groups, 4>;
+    const bool by_warps = lowers || groups;
+    const std::int64_t pages = e.index.extent[2], shares = by_warps ? (2 * pages + warps - 1) / warps : pages;
+    const auto kernel = lowers                     ? encode_run_kernel<How::lowers>
+                        : !groups                  ? encode_run_kernel<How::any>
+                        : s.layout.page_size == 16 ? encode_run_kernel<How::groups, 16>
+                                                   : encode_run_kernel<How::groups, 32>;
     launch("encode", kernel, dim3(static_cast<unsigned>(std::clamp<std::int64_t>(shares, 1, 1024)), heads), threads, 0,
            stream, true, s, e);
   }
