@@ -286,9 +286,9 @@ void check_drifted(Place& place, Check& check) {
     const bool injects = n % 4 == 3;
     const auto scope = check.in(fmt::format("cache {}{}", n, injects ? ", injected" : ""));
     std::mt19937 rng(100 + n);
-    const bool tall = n % 9 == 0;
+    const bool tall = n % 8 == 0;
     const int rows = 1 + static_cast<int>(rng() % 3), heads = 1 + static_cast<int>(rng() % 5);
-    const int most = tall ? 9000 : 90, steps = tall ? 3 : 24;
+    const int most = tall ? 26000 : 90, steps = tall ? 3 : 24;
     ops::DriftRule rule;
     rule.window = 1 + static_cast<int>(rng() % 6), rule.period = 1 + static_cast<int>(rng() % 7);
     rule.lead = static_cast<int>(rng() % 9);
@@ -399,7 +399,7 @@ void check_drift_in_layers(Place& place, Check& check) {
                              other_rule ? ", another rule" : "", shorter ? ", a shorter callback" : "",
                              tall ? ", tall" : "", same_flags ? ", the same flags" : "", injects ? ", injected" : ""));
     std::mt19937 rng(300 + n);
-    const int most = tall ? 9000 : 150, window = 5;
+    const int most = tall ? 26000 : 150, window = 5;
     const Ints slots = backwards(rows);
     const auto count_of = [](std::int64_t x) { return static_cast<std::size_t>(x); };
     struct Layer {

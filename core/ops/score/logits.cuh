@@ -75,20 +75,21 @@ union TokenLogits {
   }
 };
 
-// stats[g] of a row of tokens, by a block. parts: shared memory [warps, Group].
-template <int Group, int Threads>
-__device__ __forceinline__ void softmax_stats(const float* logits, int tokens, float2* parts, float2* stats) {
-  constexpr int batch = Group > 4 ? 32 / Group : 8, warps = Threads / 32;
-  const int mine = static_cast<int>(threadIdx.x);
+// Sums of a row's softmax, by blocks that have the threads of one of `All`: sums [warp, Group]. So the number of blocks
+// does not change the order of additions. part: of these threads.
+template <int Group, int All, int Threads>
+__device__ __forceinline__ void softmax_sums(const float* logits, int tokens, int part, float2* sums) {
+  constexpr int batch = Group > 4 ? 32 / Group : 8;
+  const int mine = part * Threads + static_cast<int>(threadIdx.x);
   float2 all[Group];
 #pragma unroll
   for (int g = 0; g < Group; ++g) all[g] = make_float2(-INFINITY, 0.f);
 #pragma unroll 1
-  for (int first = mine; first < tokens; first += batch * Threads) {
+  for (int first = mine; first < tokens; first += batch * All) {
     TokenLogits<Group> next[batch];
 #pragma unroll
     for (int i = 0; i < batch; ++i)  // all loads first: none waits for another
-      next[i].load(logits, min(first + i * Threads, tokens - 1));
+      next[i].load(logits, min(first + i * All, tokens - 1));
 #pragma unroll
     for (int g = 0; g < Group; ++g) {
       float high = all[g].x;
@@ -97,19 +98,26 @@ __device__ __forceinline__ void softmax_stats(const float* logits, int tokens, f
       if (high == -INFINITY) continue;
       float sum = all[g].y * cuda::exp2_fast(all[g].x - high);
 #pragma unroll
-      for (int i = 0; i < batch; ++i) sum += first + i * Threads < tokens ? cuda::exp2_fast(next[i].x[g] - high) : 0.f;
+      for (int i = 0; i < batch; ++i) sum += first + i * All < tokens ? cuda::exp2_fast(next[i].x[g] - high) : 0.f;
       all[g] = make_float2(high, sum);
     }
   }
 #pragma unroll
   for (int g = 0; g < Group; ++g) {
     all[g] = cuda::join_lanes(all[g], Join{});
-    if (mine % 32 == 0) parts[mine / 32 * Group + g] = all[g];
+    if (mine % 32 == 0) sums[mine / 32 * Group + g] = all[g];
   }
+}
+
+// stats[g] of a row, by the block, from softmax_sums of an earlier launch. copy: shared memory for the sums.
+template <int Group, int Warps>
+__device__ __forceinline__ void softmax_stats(const float2* sums, float2* copy, float2* stats) {
+  const int mine = static_cast<int>(threadIdx.x);
+  for (int x = mine; x < Warps * Group; x += static_cast<int>(blockDim.x)) copy[x] = __ldcg(sums + x);
   __syncthreads();
   if (mine < Group) {
-    float2 sum = parts[mine];
-    for (int w = 1; w < warps; ++w) join(sum, parts[w * Group + mine]);
+    float2 sum = copy[mine];
+    for (int w = 1; w < Warps; ++w) join(sum, copy[w * Group + mine]);
     stats[mine] = stats_of(sum);
   }
   __syncthreads();
@@ -178,12 +186,13 @@ __device__ __forceinline__ void pool_tiles(const float* logits, int tokens, cons
   }
 }
 
-// pool_tiles of averages over five tokens, by one block. A thread makes the scores of four neighbours. put(token, its
-// score and the next three, how many of them there are).
+// pool_tiles of averages over five tokens. A thread makes the scores of four neighbours. put(token, its score and the
+// next three, how many of them there are).
 template <int Group, int Threads, int Each, class Put>
 __device__ __forceinline__ void pool_fives(const float* logits, int tokens, const float2* stats, GroupRule rule,
-                                           float* memory, const Put& put) {
+                                           int tile, int tiles, float* memory, const Put& put) {
   constexpr int entries = Threads * Each, edge = 4, width = entries - 2 * edge, half = 2;
+  const int step = tiles * width;
   const int mine = static_cast<int>(threadIdx.x);
   float2 fifths[Group];
 #pragma unroll
@@ -194,9 +203,10 @@ __device__ __forceinline__ void pool_fives(const float* logits, int tokens, cons
     for (int i = 0; i < Each; ++i)
       if (const int t = base - edge + mine + i * Threads; t >= 0 && t < tokens) next[i].load(logits, t);
   };
-  load(0);
+  int base = tile * width;
+  load(base);
 #pragma unroll 1
-  for (int base = 0, odd = 0; base < tokens; base += width, odd ^= 1) {
+  for (int odd = 0; base < tokens; base += step, odd ^= 1) {
     float* const shares = memory + odd * entries * Group;  // [query head of the group, token of a tile]
 #pragma unroll
     for (int i = 0; i < Each; ++i) {
@@ -205,7 +215,7 @@ __device__ __forceinline__ void pool_fives(const float* logits, int tokens, cons
 #pragma unroll
       for (int g = 0; g < Group; ++g) shares[g * entries + e] = there ? share_of(next[i].x[g], fifths[g]) : 0.f;
     }
-    if (base + width < tokens) load(base + width);
+    if (base + step < tokens) load(base + step);
     __syncthreads();  // once a tile: the next one has other memory
 #pragma unroll 1
     for (int o = mine * 4; o < width && base + o < tokens; o += Threads * 4) {

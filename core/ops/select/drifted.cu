@@ -1,10 +1,13 @@
-// Overlaps of lists with the best tokens by a row of scores. A block takes a head: it makes the scores of logits, finds
-// the worst key among the best by its digits, counts the tokens of the list that reach it, and decides.
+// Overlaps of lists with the best tokens by a row of scores. Few heads have work in a step, so one block lists them,
+// and a row's parts go to many blocks. Launches in a row sum up the softmax of logits, make scores of them, find the
+// worst key among the best digit by digit, and count the tokens of the list that reach it. No block waits for another
+// one. Of a head's blocks the last one finds the digit, and decides.
 #include "ops/select/drifted.hpp"
 
 #include <kvlab/ops.hpp>
 
 #include <algorithm>
+#include <cstring>
 #include <span>
 #include <tuple>
 #include <type_traits>
@@ -12,6 +15,7 @@
 
 #include "base/joined_calls.hpp"
 #include "base/launch.cuh"
+#include "base/scratch.cuh"
 #include "ops/page/paged.cuh"
 #include "ops/score/logits.cuh"
 #include "ops/score/logits.hpp"
@@ -23,9 +27,32 @@ namespace {
 using namespace cuda;
 using namespace device;
 
-constexpr int threads = 1024, digit_bits = 11, digit_bins = 1 << digit_bits;
-constexpr int most_layers = 32;  // of a launch
-constexpr int most_half = 32;    // of a kernel, where the launch reads logits
+constexpr int threads = 256, digit_bits = 8, digit_bins = 1 << digit_bits, first_shift = 32 - digit_bits;
+static_assert(digit_bins == threads, "a thread has a bin");
+constexpr int plan_threads = 1024;
+constexpr int sum_threads = 1024, sum_parts = sum_threads / threads, sum_warps = sum_threads / 32;  // of a softmax
+constexpr int tokens_of_part = 12288;                                                               // at most
+constexpr int most_layers = 32;                                                                     // of a launch
+constexpr int most_half = 32;  // of a kernel, where the launch reads logits
+
+// A head with work.
+struct alignas(16) Item {
+  int at;  // layer and row
+  std::int16_t head;
+  bool pools, scored;  // it has logits; its overlap counts
+  int tokens, count;   // count: of the list
+
+  // Whether the tokens of the list are fewer than all.
+  __device__ bool counts() const { return scored && count < tokens; }
+};
+
+// Of a row of scores: the key of the worst entry among the best, and of the entries with this key the last one.
+struct alignas(16) Worst {
+  unsigned key;     // the bits that are known
+  unsigned wanted;  // entries still to choose among those with these bits
+  int last;
+  bool done;  // entries with the known bits are all chosen
+};
 
 // Where a layer's memory begins. The rest is that of Args.
 struct Layer {
@@ -53,7 +80,14 @@ struct Args {
   VotePooling pooling;
   InjectedDrift injected;
   const std::int32_t* slots;
-  int rows, kv_heads, most;
+  int layers_and_rows, rows, kv_heads, most;
+  int parts;  // of an item
+  Item* items;
+  int* item_count;
+  float2* sums;           // [item, warp of sum_threads, query head of the group]
+  Worst* worst;           // [item]
+  unsigned *bins, *both;  // [item, bin]; [item] tokens of the list that are among the best
+  int* arrived;           // [item] blocks that are done; like bins and both, zero between launches
 };
 static_assert(sizeof(Args) < 8000, "a kernel's arguments, of which CUDA takes 32764 bytes");
 
@@ -89,12 +123,14 @@ struct Of {
   __device__ std::uint8_t& drifted(int head) const {
     return layer.drifted[slot * a.drifted.stride[0] + head * a.drifted.stride[1]];
   }
-  // The logits that attention left, or null.
-  __device__ const float* logits(int head) const {
-    if (!layer.logits || layer.of_logits[head] < 0) return nullptr;
+  // Whether attention left logits.
+  __device__ bool has_logits(int head) const {
+    if (!layer.logits || layer.of_logits[head] < 0) return false;
     Heads heads = a.logits.heads;
     heads.flags.data = const_cast<std::uint8_t*>(layer.flags), heads.classes = layer.classes;
-    if (!heads.on(slot, head) || tokens(head) > a.logits.out.extent[2]) return nullptr;
+    return heads.on(slot, head) && tokens(head) <= a.logits.out.extent[2];
+  }
+  __device__ const float* logits(int head) const {
     return layer.logits + row * layer.logits_row + layer.of_logits[head] * a.logits.out.stride[1];
   }
   __device__ DriftRule rule() const {
@@ -111,23 +147,59 @@ struct Of {
   __device__ int left() const { return steps_to_check(rule(), a.rule.steps[slot]); }
   // Whether a leader's scores of this step count.
   __device__ bool scored(int head) const { return leads(head) && !rests(head) && step_counts(a.rule, left()); }
+
+  // By one thread. now: as in watch_step.
+  __device__ void decide(int head, int now) const {
+    Watched watched = {};
+    if (leads(head)) {
+      watched = watch_step(rule(), missed(head), count(head), now, left(), checks(head));
+      rests(head) = watched.rests;
+    }
+    const std::int32_t* leaders = layer.leaders;
+    if (leaders[head] < 0 || leaders[leaders[head]] != leaders[head]) drifted(head) = 0;
+    if (leaders[head] != head) return;
+    for (int h = 0; h < a.kv_heads; ++h)
+      if (leaders[h] == head) drifted(h) = watched.drifted;
+  }
 };
 
 constexpr int tokens_each(int group) { return group > 4 ? 2 : 4; }  // of a thread, in a tile
 
 struct Shared {
-  unsigned bins[digit_bins], scan[32], found[3];
-  float2 parts[threads / 32 * 8], stats[8];
+  unsigned bins[digit_bins], scan[32];
+  Worst worst;
+  bool comes_last;
+  float2 sums[sum_warps * 8], stats[8];
 };
 
-// Calls f(token, score) for a row of scores that this block or an earlier launch has written.
+// Loads 16 bytes that other blocks have written.
+template <class T>
+__device__ __forceinline__ T load_new(const T* from) {
+  static_assert(sizeof(T) == sizeof(int4));
+  const int4 words = __ldcg(reinterpret_cast<const int4*>(from));
+  T x;
+  std::memcpy(&x, &words, sizeof x);
+  return x;
+}
+
+// Calls f(number of an item, the item, part) for the block's share of all parts.
+template <class F>
+__device__ __forceinline__ void for_each_part(const Args& a, int parts, const F& f) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int all = __ldcg(a.item_count) * parts;
+#pragma unroll 1
+  for (int x = blockIdx.x; x < all; x += gridDim.x) f(x / parts, load_new(a.items + x / parts), x % parts);
+}
+
+// Calls f(score) for n scores that earlier launches have written.
 template <class F>
 __device__ __forceinline__ void for_each_score(const float* scores, int n, const F& f) {
-  constexpr int batch = 4;
+  constexpr int batch = 8;
   const int mine = static_cast<int>(threadIdx.x),
             past = static_cast<int>(reinterpret_cast<std::uintptr_t>(scores) / 4 % 4);
   const int first = min(n, (4 - past) % 4), vectors = (n - first) / 4, rest = first + vectors * 4;
-  if (mine < first) f(mine, __ldcg(scores + mine));
+  if (mine < first) f(__ldcg(scores + mine));
   const auto* all = reinterpret_cast<const float4*>(scores + first);
 #pragma unroll 1
   for (int v = mine; v < vectors; v += batch * threads) {
@@ -138,87 +210,181 @@ __device__ __forceinline__ void for_each_score(const float* scores, int n, const
 #pragma unroll
     for (int i = 0; i < batch; ++i) {
       if (v + i * threads >= vectors) break;
-      const int t = first + (v + i * threads) * 4;
-      f(t, x[i].x), f(t + 1, x[i].y), f(t + 2, x[i].z), f(t + 3, x[i].w);
+      f(x[i].x), f(x[i].y), f(x[i].z), f(x[i].w);
     }
   }
-  if (rest + mine < n) f(rest + mine, __ldcg(scores + rest + mine));
+  if (rest + mine < n) f(__ldcg(scores + rest + mine));
 }
-
-// Of a row of scores: the key of the worst entry among the best, and of the entries with this key the last one.
-struct Worst {
-  unsigned key = 0;     // the bits that are known
-  unsigned wanted = 0;  // entries still to choose among those with these bits
-  int last = 0;
-  bool done = false;  // entries with the known bits are all chosen
-};
-
-// Finds the digit in the bins, which count entries from the greatest digit on.
-template <int Shift, int Bits>
-__device__ __forceinline__ void take_digit(Worst& w, Shared& s) {
-  constexpr unsigned mask = (1u << Bits) - 1, each = digit_bins / threads;
-  unsigned own[each], sum = 0, total;
-#pragma unroll
-  for (unsigned i = 0; i < each; ++i) own[i] = s.bins[threadIdx.x * each + i], sum += own[i];
-  unsigned above = block_scan(sum, s.scan, total);
-  if (above < w.wanted && w.wanted <= above + sum)
-    for (unsigned i = 0; i < each; ++i) {
-      if (w.wanted <= above + own[i]) {
-        s.found[0] = threadIdx.x * each + i, s.found[1] = above, s.found[2] = own[i];
-        break;
-      }
-      above += own[i];
-    }
-  __syncthreads();
-  w.key |= (mask - s.found[0]) << Shift, w.wanted -= s.found[1], w.done = w.wanted == s.found[2];
+template <class F>
+__device__ __forceinline__ void for_each_score_of_part(const Args& a, const float* scores, int n, int part,
+                                                       const F& f) {
+  const int each = ((n + a.parts - 1) / a.parts + 3) / 4 * 4, begin = min(part * each, n);
+  for_each_score(scores + begin, min(each, n - begin), f);
 }
 
 __device__ __forceinline__ void clear_bins(Shared& s) {
   __syncthreads();
-  for (int i = threadIdx.x; i < digit_bins; i += threads) s.bins[i] = 0;
+  s.bins[threadIdx.x] = 0;
   __syncthreads();
 }
-
-// The bins of a digit, of entries with the known bits above it.
-template <int Shift, int Bits>
-__device__ __forceinline__ void next_digit(Worst& w, const float* scores, int n, Shared& s) {
-  constexpr unsigned mask = (1u << Bits) - 1;
-  if (w.done) return;
-  clear_bins(s);
-  for_each_score(scores, n, [&](int, float x) {
-    const unsigned key = score_key(x);
-    if (key >> (Shift + Bits) == w.key >> (Shift + Bits)) atomicAdd(&s.bins[mask - (key >> Shift & mask)], 1u);
-  });
-  __syncthreads();
-  take_digit<Shift, Bits>(w, s);
+// Bins count from the greatest digit on.
+__device__ __forceinline__ void count_digit(unsigned key, int shift, Shared& s) {
+  atomicAdd(&s.bins[digit_bins - 1 - (key >> shift & (digit_bins - 1))], 1u);
 }
 
-// The first entries with the worst key, as many as are wanted.
-__device__ __noinline__ int last_of_tie(const Worst& w, const float* scores, int n, Shared& s) {
-  unsigned before = 0;
-  for (int base = 0; base < n && before < w.wanted; base += threads) {
-    const int t = base + static_cast<int>(threadIdx.x);
-    const bool same = t < n && score_key(__ldcg(scores + t)) == w.key;
-    unsigned of_block;
-    const unsigned place = before + block_scan(same, s.scan, of_block);
-    if (same && place + 1 == w.wanted) s.found[0] = static_cast<unsigned>(t);
-    before += of_block;
+// Of the entries with the key, the last of the first `wanted`. Each round finds the warp that has it among its own.
+__device__ __noinline__ int last_of_tie(unsigned key, unsigned wanted, const float* scores, int n, Shared& s) {
+  constexpr int warps = threads / 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  int begin = 0, end = n;
+  while (end - begin > 1) {
+    const int each = (end - begin + warps - 1) / warps, from = begin + warp * each, to = min(from + each, end);
+    unsigned own = 0;
+#pragma unroll 8
+    for (int t = from + lane; t < to; t += 32) own += score_key(__ldcg(scores + t)) == key;
+    own = __reduce_add_sync(all_lanes, own);
+    if (lane == 0) s.scan[warp] = own;
+    __syncthreads();
+    int of = 0;
+    for (; s.scan[of] < wanted; ++of) wanted -= s.scan[of];
+    __syncthreads();
+    begin += of * each, end = min(begin + each, end);
+  }
+  return begin;
+}
+
+// Adds the block's bins of a digit to those of the item. The last of its blocks finds the digit of w.
+__device__ __forceinline__ void take_digit(const Args& a, int i, const Item& item, Worst w, int shift, Shared& s) {
+  unsigned* const bin = a.bins + std::int64_t{i} * digit_bins + threadIdx.x;
+  __syncthreads();
+  if (s.bins[threadIdx.x] > 0) atomicAdd(bin, s.bins[threadIdx.x]);
+  __syncthreads();
+  if (threadIdx.x == 0) s.comes_last = add_released(a.arrived + i, 1) == a.parts - 1;
+  __syncthreads();
+  if (!s.comes_last) return;
+  const unsigned inside = __ldcg(bin);
+  *bin = 0;
+  unsigned total;
+  const unsigned above = block_scan(inside, s.scan, total);
+  if (above < w.wanted && w.wanted <= above + inside) {
+    w.key |= (digit_bins - 1 - threadIdx.x) << shift, w.wanted -= above;
+    w.done = w.wanted == inside, w.last = a.most;
+    s.worst = w;
   }
   __syncthreads();
-  return static_cast<int>(s.found[0]);
+  w = s.worst;
+  if (shift == 0 && !w.done) w.last = last_of_tie(w.key, w.wanted, Of(a, item.at).scores(item.head), item.tokens, s);
+  if (threadIdx.x == 0) a.worst[i] = w, a.arrived[i] = 0;
 }
 
-// The block's number of tokens of the list that are among the best.
-__device__ __forceinline__ unsigned overlap(const Of& of, int head, int n, const Worst& w, bool all, Shared& s) {
+// One block lists the heads that have work. For the others it decides.
+__global__ void __launch_bounds__(plan_threads) plan_kernel(const __grid_constant__ Args a) {
+  __shared__ int count;
+  let_successor_start();
+  wait_for_predecessor();
+  if (threadIdx.x == 0) count = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < a.layers_and_rows * a.kv_heads; i += plan_threads) {
+    const int at = i / a.kv_heads, head = i % a.kv_heads;
+    const Of of(a, at);
+    const int n = of.tokens(head);
+    const bool pools = n > 0 && of.has_logits(head), scored = of.scored(head);
+    if (pools || scored)
+      a.items[atomicAdd(&count, 1)] = {at, static_cast<std::int16_t>(head), pools, scored, n, of.count(head)};
+    if (!scored) of.decide(head, -1);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) *a.item_count = count;
+}
+
+template <int Group>
+__global__ void __launch_bounds__(threads, 4) sum_kernel(const __grid_constant__ Args a) {
+  for_each_part(a, sum_parts, [&](int i, const Item& item, int part) {
+    if (item.pools)
+      softmax_sums<Group, sum_threads, threads>(Of(a, item.at).logits(item.head), item.tokens, part,
+                                                a.sums + std::int64_t{i} * sum_warps * Group);
+  });
+}
+
+// Pools a part of a head's logits, if there are some, and counts the first digit of its scores. Group 0: it reads
+// scores.
+template <int Group, bool Fives>
+__device__ __forceinline__ void score_part(const Args& a, int i, const Item& item, int part, float* memory, Shared& s) {
+  float* const scores = Of(a, item.at).scores(item.head);
+  const int n = item.tokens;
+  const bool counts = item.counts();
+  const auto count = [&](float x) { count_digit(score_key(x), first_shift, s); };
+  clear_bins(s);
+  if constexpr (Group > 0) {
+    if (item.pools) {
+      const float* const logits = Of(a, item.at).logits(item.head);
+      softmax_stats<Group, sum_warps>(a.sums + std::int64_t{i} * sum_warps * Group, s.sums, s.stats);
+      if constexpr (Fives) {
+        const bool vectors = reinterpret_cast<std::uintptr_t>(scores) % sizeof(float4) == 0;
+        pool_fives<Group, threads, tokens_each(Group)>(
+            logits, n, s.stats, a.pooling.rule, part, a.parts, memory, [&](int t, float4 x, int some) {
+              if (vectors && some == 4)
+                *reinterpret_cast<float4*>(scores + t) = x;
+              else
+                for (int i = 0; i < some; ++i) scores[t + i] = i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+              if (!counts) return;
+              count(x.x);
+              if (some > 1) count(x.y);
+              if (some > 2) count(x.z);
+              if (some > 3) count(x.w);
+            });
+      } else {
+        const int half = a.pooling.kind == Pooling::none ? 0 : a.pooling.kernel / 2;
+        pool_tiles<Group, -1, threads, tokens_each(Group)>(logits, n, s.stats, a.pooling, half, part, a.parts, memory,
+                                                           [&](int t, float x) {
+                                                             scores[t] = x;
+                                                             if (counts) count(x);
+                                                           });
+      }
+    }
+  }
+  if (!counts) return;
+  if (Group == 0 || !item.pools) for_each_score_of_part(a, scores, n, part, count);
+  take_digit(a, i, item, {.key = 0, .wanted = static_cast<unsigned>(item.count)}, first_shift, s);
+}
+
+template <int Group, bool Fives>
+__global__ void __launch_bounds__(threads, 4) score_kernel(const __grid_constant__ Args a) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  __shared__ Shared s;
+  for_each_part(a, a.parts, [&](int i, const Item& item, int part) {
+    score_part<Group, Fives>(a, i, item, part, reinterpret_cast<float*>(memory), s);
+  });
+}
+
+__global__ void __launch_bounds__(threads, 4) digit_kernel(const __grid_constant__ Args a, int shift) {
+  __shared__ Shared s;
+  for_each_part(a, a.parts, [&](int i, const Item& item, int part) {
+    if (!item.counts()) return;
+    const Worst w = load_new(a.worst + i);
+    if (w.done) return;
+    clear_bins(s);
+    for_each_score_of_part(a, Of(a, item.at).scores(item.head), item.tokens, part, [&](float x) {
+      const unsigned key = score_key(x);
+      if ((key ^ w.key) >> (shift + digit_bits) == 0) count_digit(key, shift, s);
+    });
+    take_digit(a, i, item, w, shift, s);
+  });
+}
+
+// The tokens of a part of the list that are among the best, of the block.
+__device__ __forceinline__ unsigned overlap(const Of& of, const Item& item, int part, const Worst& w, Shared& s) {
   constexpr int batch = 8;
-  const int count = of.count(head);
-  const float* scores = of.scores(head);
+  const int n = item.tokens, parts = of.a.parts, each = (item.count + parts - 1) / parts;
+  const int end = min((part + 1) * each, item.count);
+  const bool all = !item.counts();
+  const float* scores = of.scores(item.head);
   unsigned both = 0, total;
-  for (int first = threadIdx.x; first < count; first += batch * threads) {
+  for (int first = part * each + static_cast<int>(threadIdx.x); first < end; first += batch * threads) {
     int token[batch];
     float x[batch];
 #pragma unroll
-    for (int i = 0; i < batch; ++i) token[i] = first + i * threads < count ? of.token(head, first + i * threads) : n;
+    for (int i = 0; i < batch; ++i) token[i] = first + i * threads < end ? of.token(item.head, first + i * threads) : n;
 #pragma unroll
     for (int i = 0; i < batch; ++i) x[i] = all || token[i] >= n ? 0.f : __ldcg(scores + token[i]);
 #pragma unroll
@@ -231,88 +397,18 @@ __device__ __forceinline__ unsigned overlap(const Of& of, int head, int n, const
   return total;
 }
 
-// Pools a head's logits, if there are some, and counts the first digit of its scores. Group 0: it reads scores.
-template <int Group, bool Fives>
-__device__ __forceinline__ void score_head(const Of& of, int head, bool counts, float* memory, Shared& s) {
-  constexpr int shift = 32 - digit_bits;
-  constexpr unsigned mask = (1u << digit_bits) - 1;
-  const int n = of.tokens(head);
-  float* const scores = of.scores(head);
-  const auto count = [&](float x) { atomicAdd(&s.bins[mask - (score_key(x) >> shift)], 1u); };
-  if (counts) clear_bins(s);
-  if constexpr (Group > 0) {
-    if (const float* logits = of.logits(head); logits && n > 0) {
-      softmax_stats<Group, threads>(logits, n, s.parts, s.stats);
-      if constexpr (Fives) {
-        const bool vectors = reinterpret_cast<std::uintptr_t>(scores) % sizeof(float4) == 0;
-        pool_fives<Group, threads, tokens_each(Group)>(
-            logits, n, s.stats, of.a.pooling.rule, memory, [&](int t, float4 x, int some) {
-              if (vectors && some == 4)
-                *reinterpret_cast<float4*>(scores + t) = x;
-              else
-                for (int i = 0; i < some; ++i) scores[t + i] = i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
-              if (!counts) return;
-              count(x.x);
-              if (some > 1) count(x.y);
-              if (some > 2) count(x.z);
-              if (some > 3) count(x.w);
-            });
-      } else {
-        const int half = of.a.pooling.kind == Pooling::none ? 0 : of.a.pooling.kernel / 2;
-        pool_tiles<Group, -1, threads, tokens_each(Group)>(logits, n, s.stats, of.a.pooling, half, 0, 1, memory,
-                                                           [&](int t, float x) {
-                                                             scores[t] = x;
-                                                             if (counts) count(x);
-                                                           });
-      }
-      __syncthreads();
-      return;
-    }
-  }
-  if (counts) for_each_score(scores, n, [&](int, float x) { count(x); });
-  __syncthreads();
-}
-
-template <int Group, bool Fives>
-__device__ __forceinline__ void watch_head(const Of& of, int head, float* memory, Shared& s) {
-  const bool leads = of.leads(head), scored = of.scored(head);
-  const int n = of.tokens(head), count = leads ? of.count(head) : 0;
-  const bool counts = scored && count < n;
-  score_head<Group, Fives>(of, head, counts, memory, s);
-  int now = -1;
-  if (scored) {
-    Worst w;
-    if (counts) {
-      w.wanted = static_cast<unsigned>(count);
-      take_digit<21, 11>(w, s);
-      next_digit<10, 11>(w, of.scores(head), n, s);
-      next_digit<0, 10>(w, of.scores(head), n, s);
-      w.last = w.done ? of.a.most : last_of_tie(w, of.scores(head), n, s);
-    }
-    now = count - static_cast<int>(overlap(of, head, n, w, !counts, s));
-  }
-  __syncthreads();  // all threads know whether the head rests
-  Watched watched = {};
-  if (leads && threadIdx.x == 0) {
-    watched = watch_step(of.rule(), of.missed(head), count, now, of.left(), of.checks(head));
-    of.rests(head) = watched.rests;
-  }
-  if (threadIdx.x != 0) return;
-  const std::int32_t* leaders = of.layer.leaders;
-  if (leaders[head] < 0 || leaders[leaders[head]] != leaders[head]) of.drifted(head) = 0;
-  if (leaders[head] != head) return;
-  for (int h = 0; h < of.a.kv_heads; ++h)
-    if (leaders[h] == head) of.drifted(h) = watched.drifted;
-}
-
-// Blocks [kv_head, layer and row].
-template <int Group, bool Fives>
-__global__ void __launch_bounds__(threads) watch_kernel(const __grid_constant__ Args a) {
-  extern __shared__ __align__(16) unsigned char memory[];
+__global__ void __launch_bounds__(threads, 4) overlap_kernel(const __grid_constant__ Args a) {
   __shared__ Shared s;
-  let_successor_start();
-  wait_for_predecessor();
-  watch_head<Group, Fives>(Of(a, static_cast<int>(blockIdx.y)), blockIdx.x, reinterpret_cast<float*>(memory), s);
+  for_each_part(a, a.parts, [&](int i, const Item& item, int part) {
+    if (!item.scored) return;
+    const Of of(a, item.at);
+    const unsigned both = overlap(of, item, part, item.counts() ? load_new(a.worst + i) : Worst{}, s);
+    if (threadIdx.x != 0) return;
+    atomicAdd(a.both + i, both);
+    if (add_released(a.arrived + i, 1) != a.parts - 1) return;
+    of.decide(item.head, item.count - static_cast<int>(atomicExch(a.both + i, 0u)));
+    a.arrived[i] = 0;
+  });
 }
 
 __global__ void forget_kernel(const std::int32_t* slots, const __grid_constant__ DriftWatch watch) {
@@ -337,26 +433,42 @@ static auto common_of(const DriftedHeads& c) {
                  h.join, c.injected.share, c.injected.sequence, c.injected.seed));
 }
 
-static void launch_watch(const Args& a, int group, int layers, Stream s) {
-  const dim3 grid(a.kv_heads, layers * a.rows);
-  const auto launch_with = [&](auto kernel, int floats) {
-    const int bytes = floats * static_cast<int>(sizeof(float));
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "drifted_heads");
-    launch("drifted_heads", kernel, grid, threads, bytes, stream_of(s), true, a);
+// Sets the memory of the launches.
+static void set_scratch(Args& a, int group, Stream s) {
+  const auto items = static_cast<std::size_t>(a.layers_and_rows * a.kv_heads);
+  const auto of = [&](auto*& to, const char* tag, std::size_t count, auto allocate) {
+    to = static_cast<std::remove_reference_t<decltype(to)>>(allocate(s.handle(), tag, count * sizeof *to));
+  };
+  of(a.items, "drift items", items, fixed_scratch), of(a.item_count, "drift item count", 1, fixed_scratch);
+  of(a.sums, "drift sums", items * static_cast<std::size_t>(sum_warps * group), fixed_scratch);
+  of(a.worst, "drift worst", items, fixed_scratch);
+  of(a.bins, "drift bins", items * digit_bins, zeroed_scratch);
+  of(a.both, "drift overlaps", items, zeroed_scratch), of(a.arrived, "drift arrived", items, zeroed_scratch);
+}
+
+// group: of logits that the launches pool; 0 = scores are there.
+static void launch_watch(const Args& a, int group, Stream s) {
+  const int items = a.layers_and_rows * a.kv_heads, most = 8 * multiprocessors();
+  const auto start = [&](auto kernel, int parts, int floats, auto... more) {
+    launch("drifted_heads", kernel, dim3(static_cast<unsigned>(std::min(items * parts, most))), threads,
+           static_cast<std::size_t>(floats) * sizeof(float), stream_of(s), true, a, more...);
   };
   const auto of_group = [&](auto size) {
-    constexpr int n = decltype(size)::value, floats = pool_floats<n, threads, tokens_each(n)>;
-    launch_with(
-        a.pooling.kind == Pooling::average && a.pooling.kernel == 5 ? watch_kernel<n, true> : watch_kernel<n, false>,
-        floats);
+    constexpr int n = decltype(size)::value;
+    start(sum_kernel<n>, sum_parts, 0);
+    start(a.pooling.kind == Pooling::average && a.pooling.kernel == 5 ? score_kernel<n, true> : score_kernel<n, false>,
+          a.parts, pool_floats<n, threads, tokens_each(n)>);
   };
+  launch("drifted_heads", plan_kernel, 1, plan_threads, 0, stream_of(s), true, a);
   switch (group) {
-    case 0: return launch_with(watch_kernel<0, false>, 0);
-    case 1: return of_group(std::integral_constant<int, 1>{});
-    case 2: return of_group(std::integral_constant<int, 2>{});
-    case 4: return of_group(std::integral_constant<int, 4>{});
-    default: return of_group(std::integral_constant<int, 8>{});
+    case 0: start(score_kernel<0, false>, a.parts, 0); break;
+    case 1: of_group(std::integral_constant<int, 1>{}); break;
+    case 2: of_group(std::integral_constant<int, 2>{}); break;
+    case 4: of_group(std::integral_constant<int, 4>{}); break;
+    default: of_group(std::integral_constant<int, 8>{});
   }
+  for (int shift = first_shift - digit_bits; shift >= 0; shift -= digit_bits) start(digit_kernel, a.parts, 0, shift);
+  start(overlap_kernel, a.parts, 0);
 }
 
 // Of calls that have all in common: whether the launch pools logits itself.
@@ -394,8 +506,12 @@ static void run(std::span<const DriftedHeads> calls) {
   a.watch = first.watch, a.drifted = first.drifted, a.rule = first.rule;
   a.logits = first.logits, a.pooling = first.pooling, a.injected = first.injected;
   a.slots = kv.slots, a.rows = kv.rows, a.kv_heads = kv.kv_heads;
+  a.layers_and_rows = static_cast<int>(calls.size()) * kv.rows;
   a.most = static_cast<int>(std::min(kv.table.extent[2] * kv.page_size, first.scores.extent[2]));
-  launch_watch(a, by_logits ? static_cast<int>(first.logits.out.extent[3]) : 0, static_cast<int>(calls.size()), s);
+  a.parts = std::max((a.most + tokens_of_part - 1) / tokens_of_part, 1);
+  const int group = by_logits ? static_cast<int>(first.logits.out.extent[3]) : 0;
+  set_scratch(a, group, s);
+  launch_watch(a, group, s);
 }
 
 static void drifted_in_layers_cuda(const std::vector<DriftedHeads>& calls) {

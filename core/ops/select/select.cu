@@ -77,13 +77,22 @@ __global__ void __launch_bounds__(Threads, Blocks) top_tokens_kernel(const __gri
   extern __shared__ uint4 dynamic[];
   __shared__ SelectShared select;
   const int rows = a.kv.kv.rows, kv_heads = a.kv.kv_heads, items = a.layer_count * rows * kv_heads;
-#pragma unroll 1
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const int own = item % kv_heads, row = item / kv_heads % rows, slot = a.kv.kv.slots[row];
+  const auto chooses = [&](int item) {
     const TokensOfLayer& l = a.layers[item / kv_heads / rows];
     Heads heads = a.heads;
     heads.flags.data = const_cast<std::uint8_t*>(l.flags), heads.classes = l.classes;
-    if (!heads.on(slot, own)) continue;
+    return heads.on(a.kv.kv.slots[item / kv_heads % rows], item % kv_heads);
+  };
+  unsigned few = 0;  // of 32 items of the block, those that choose
+#pragma unroll 1
+  for (int item = blockIdx.x, turn = 0; item < items; item += gridDim.x, ++turn) {
+    if (turn % 32 == 0) {  // each warp looks at all 32 at once
+      const int of_lane = item + static_cast<int>(threadIdx.x % 32 * gridDim.x);
+      few = __ballot_sync(all_lanes, of_lane < items && chooses(of_lane));
+    }
+    if (!(few >> turn % 32 & 1)) continue;
+    const int own = item % kv_heads, row = item / kv_heads % rows, slot = a.kv.kv.slots[row];
+    const TokensOfLayer& l = a.layers[item / kv_heads / rows];
     const int head = l.by ? l.by[own] : own;
     const int n = min(l.length[slot * a.kv.kv.length.stride[0] + head * a.kv.kv.length.stride[1]], a.most);
     const std::int64_t at = a.slots ? a.slots[row] : row;
