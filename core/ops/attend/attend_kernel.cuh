@@ -283,6 +283,11 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
   let_successor_start();
   if (!Rows::listed && threadIdx.x < runs) fetch_map(&maps.of[threadIdx.x]);
   if (static_cast<int>(threadIdx.x) < a.rows) keep_load(a.slots[threadIdx.x]);  // into L1; no kernel writes them
+  if (scores_leave && a.logits.out.data) {                                      // L2 has lost these since the last step
+    if (threadIdx.x == 0) fetch_line(a.logits.index);
+    if (a.logits.heads.flags.data && static_cast<int>(threadIdx.x) < a.rows)
+      fetch_line(&a.logits.heads.flags(a.slots[threadIdx.x], 0));
+  }
   wait_for_predecessor();
   const int each = (pairs.count + threads - 1) / threads;
   const int longest = count_units<threads, Rows::listed>(a, pairs, each, warp_sum, warp_most);
@@ -377,8 +382,11 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     if (a.shares.data) {
       shares = a.shares.of(row, kv_head);
     } else if (scores_leave && a.logits.out.data) {
-      const int slot = a.slots[row];
-      scores = a.logits.of(row, slot, kv_head, a.length[slot * a.length_slot + kv_head * a.length_head]);
+      // HeadLogits::of, but none of its loads waits for another.
+      const int slot = a.slots[row], index = a.logits.index[kv_head];
+      const int held = a.length[slot * a.length_slot + kv_head * a.length_head];
+      if ((index >= 0) & a.logits.heads.on(slot, kv_head) & (held <= a.logits.out.extent[2]))
+        scores = a.logits.out.data + row * a.logits.out.stride[0] + index * a.logits.out.stride[1];
     }
     int cached = 0;  // tokens of the head, where lists may name others
     if constexpr (R::listed) cached = a.length[a.slots[row] * a.length_slot + kv_head * a.length_head];

@@ -182,14 +182,18 @@ __device__ __forceinline__ T load_new(const T* from) {
   return x;
 }
 
-// Calls f(number of an item, the item, part) for the block's share of all parts.
+// Calls f(number of an item, the item, part) for the block's share of all parts. back: the last item comes first.
+// Launches take turns, so that each begins with what the L2 cache still has.
 template <class F>
-__device__ __forceinline__ void for_each_part(const Args& a, int parts, const F& f) {
+__device__ __forceinline__ void for_each_part(const Args& a, int parts, bool back, const F& f) {
   let_successor_start();
   wait_for_predecessor();
-  const int all = __ldcg(a.item_count) * parts;
+  const int items = __ldcg(a.item_count);
 #pragma unroll 1
-  for (int x = blockIdx.x; x < all; x += gridDim.x) f(x / parts, load_new(a.items + x / parts), x % parts);
+  for (int x = blockIdx.x; x < items * parts; x += gridDim.x) {
+    const int i = back ? items - 1 - x / parts : x / parts;
+    f(i, load_new(a.items + i), x % parts);
+  }
 }
 
 // Calls f(score) for n scores that earlier launches have written.
@@ -299,7 +303,7 @@ __global__ void __launch_bounds__(plan_threads) plan_kernel(const __grid_constan
 
 template <int Group>
 __global__ void __launch_bounds__(threads, 4) sum_kernel(const __grid_constant__ Args a) {
-  for_each_part(a, sum_parts, [&](int i, const Item& item, int part) {
+  for_each_part(a, sum_parts, false, [&](int i, const Item& item, int part) {
     if (item.pools)
       softmax_sums<Group, sum_threads, threads>(Of(a, item.at).logits(item.head), item.tokens, part,
                                                 a.sums + std::int64_t{i} * sum_warps * Group);
@@ -352,14 +356,14 @@ template <int Group, bool Fives>
 __global__ void __launch_bounds__(threads, 4) score_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ Shared s;
-  for_each_part(a, a.parts, [&](int i, const Item& item, int part) {
+  for_each_part(a, a.parts, true, [&](int i, const Item& item, int part) {
     score_part<Group, Fives>(a, i, item, part, reinterpret_cast<float*>(memory), s);
   });
 }
 
 __global__ void __launch_bounds__(threads, 4) digit_kernel(const __grid_constant__ Args a, int shift) {
   __shared__ Shared s;
-  for_each_part(a, a.parts, [&](int i, const Item& item, int part) {
+  for_each_part(a, a.parts, shift / digit_bits % 2 == 1, [&](int i, const Item& item, int part) {
     if (!item.counts()) return;
     const Worst w = load_new(a.worst + i);
     if (w.done) return;
@@ -399,7 +403,7 @@ __device__ __forceinline__ unsigned overlap(const Of& of, const Item& item, int 
 
 __global__ void __launch_bounds__(threads, 4) overlap_kernel(const __grid_constant__ Args a) {
   __shared__ Shared s;
-  for_each_part(a, a.parts, [&](int i, const Item& item, int part) {
+  for_each_part(a, a.parts, true, [&](int i, const Item& item, int part) {
     if (!item.scored) return;
     const Of of(a, item.at);
     const unsigned both = overlap(of, item, part, item.counts() ? load_new(a.worst + i) : Worst{}, s);
