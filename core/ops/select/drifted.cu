@@ -31,9 +31,10 @@ constexpr int threads = 256, digit_bits = 8, digit_bins = 1 << digit_bits, first
 static_assert(digit_bins == threads, "a thread has a bin");
 constexpr int plan_threads = 1024;
 constexpr int sum_threads = 1024, sum_parts = sum_threads / threads, sum_warps = sum_threads / 32;  // of a softmax
-constexpr int tokens_of_part = 12288;                                                               // at most
-constexpr int most_layers = 32;                                                                     // of a launch
-constexpr int most_half = 32;  // of a kernel, where the launch reads logits
+
+constexpr int tokens_of_part = 12288;  // of an item, at most
+constexpr int most_layers = 32;        // of a launch
+constexpr int most_half = 32;          // of a kernel, where the launch reads logits
 
 // A head with work.
 struct alignas(16) Item {
