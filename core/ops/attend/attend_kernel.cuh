@@ -439,6 +439,16 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
         rows.score(at, s);
       }
       if constexpr (R::listed) add_bias(a, row, kv_head * group, group, q, place, s);
+      [[maybe_unused]] const auto leave_scores = [&](const float(&of)[ColumnTiles][2 * tile_rows]) {
+        if (!in_order) return put_scores(a, scores, group, q, tile_row, valid, place, of);
+        int of_unit[tile_rows];
+#pragma unroll
+        for (int r = 0; r < tile_rows; ++r) of_unit[r] = tile_row + 8 * r;
+        float* to = scores + std::int64_t{first_place + i * R::unit} * group;
+        put_scores(a, to, group, q, tile_row, valid, of_unit, of);
+      };
+      // Stores follow the next copy, so that it does not wait for them, where registers hold the scores until then.
+      constexpr bool late = ColumnTiles * tile_rows == 2;
       if (R::listed || valid < R::unit || hides_or_keeps) {
         if (places_asked) find_places();
         bool seen[tile_rows];
@@ -462,16 +472,7 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
           for (int r = 0; r < tile_rows; ++r)
 #pragma unroll
             for (int h = 0; h < 2; ++h) s[c][2 * r + h] = seen[r] ? s[c][2 * r + h] : -INFINITY;
-        if (!scores_leave) {
-        } else if (in_order && scores) {
-          int of_unit[tile_rows];
-#pragma unroll
-          for (int r = 0; r < tile_rows; ++r) of_unit[r] = tile_row + 8 * r;
-          float* to = scores + std::int64_t{first_place + i * R::unit} * group;
-          put_scores(a, to, group, q, tile_row, valid, of_unit, s);
-        } else if (scores) {
-          put_scores(a, scores, group, q, tile_row, valid, place, s);
-        } else if (a.mass) {
+        if (scores_leave && a.mass && !scores) {
 #pragma unroll
           for (int c = 0; c < ColumnTiles; ++c)
 #pragma unroll
@@ -484,6 +485,13 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
                 if (tile_row + 8 * r < valid) to[place[r]] = s[c][2 * r + h];
             }
         }
+        if constexpr (!late)
+          if (scores_leave && scores) leave_scores(s);
+      }
+      [[maybe_unused]] float logits[ColumnTiles][2 * tile_rows];  // `add` makes shares of s
+      if constexpr (late) {
+#pragma unroll
+        for (int r = 0; r < 2 * tile_rows; ++r) logits[0][r] = s[0][r];
       }
       rows.add(at, valid, s, high, sum);
       if (shares) {
@@ -511,6 +519,8 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
         if (next < items) issue(next, freed, ahead);
         if ((i + 1) % 32 == 0) current = ahead;
       }
+      if constexpr (late && scores_leave)
+        if (scores) leave_scores(logits);
     }
     rows.finish();
 #pragma unroll
