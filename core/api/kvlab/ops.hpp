@@ -244,13 +244,13 @@ struct DriftWatch {
 // forget_overlaps and after a check that found drift, since the list changes then. HeteroCache, equations 9 and 10.
 // scores: [row, kv_head, token] of leaders that do not rest in this step. leaders: [kv_head], -1 = none, which gives 0
 // as an empty list does. Where checks share no steps (window <= period), a leader rests in steps that no longer change
-// the next median, unless it drifts: then it has scores in the step of the check. Bytes: the scores, three times, and
+// the next median, unless it drifts: then it has scores in the step of the check. Bytes: the scores, four times, and
 // the lists of the leaders.
 void drifted_heads(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists, const DriftRule& rule,
                    const std::int32_t* leaders, const DriftWatch& watch, HeadFlags drifted, Stream s);
 
-// pooled_logits into `scores`, then drifted_heads by them: one launch on the GPU. Bytes: the logits, twice, the scores
-// four times, and the lists of the leaders.
+// pooled_logits into `scores`, then drifted_heads by them. Bytes: the logits, twice, the scores four times, and the
+// lists of the leaders.
 void drifted_by_logits(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores scores,
                        const TokenList& lists, const DriftRule& rule, const std::int32_t* leaders,
                        const DriftWatch& watch, HeadFlags drifted, Stream s);
