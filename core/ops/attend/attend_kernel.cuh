@@ -440,12 +440,15 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
       }
       if constexpr (R::listed) add_bias(a, row, kv_head * group, group, q, place, s);
       [[maybe_unused]] const auto leave_scores = [&](const float(&of)[ColumnTiles][2 * tile_rows]) {
-        if (!in_order) return put_scores(a, scores, group, q, tile_row, valid, place, of);
-        int of_unit[tile_rows];
+        if (in_order) {
+          int of_unit[tile_rows];
 #pragma unroll
-        for (int r = 0; r < tile_rows; ++r) of_unit[r] = tile_row + 8 * r;
-        float* to = scores + std::int64_t{first_place + i * R::unit} * group;
-        put_scores(a, to, group, q, tile_row, valid, of_unit, of);
+          for (int r = 0; r < tile_rows; ++r) of_unit[r] = tile_row + 8 * r;
+          float* to = scores + std::int64_t{first_place + i * R::unit} * group;
+          put_scores(a, to, group, q, tile_row, valid, of_unit, of);
+        } else {
+          put_scores(a, scores, group, q, tile_row, valid, place, of);
+        }
       };
       // Stores follow the next copy, so that it does not wait for them, where registers hold the scores until then.
       constexpr bool late = ColumnTiles * tile_rows == 2;
