@@ -23,10 +23,9 @@ __host__ __device__ inline bool only_lowers(const PageLayout& from, const PageLa
   return true;
 }
 
-// Calls f(i, word i of 16 bytes) for a run of bytes. A warp has several on their way.
-template <class F>
+// Calls f(i, word i of 16 bytes) for a run of bytes. A lane has `batch` on their way.
+template <int batch, class F>
 __device__ void for_words(const std::byte* from, int words, int lane, const F& f) {
-  constexpr int batch = 8;
   const auto* in = reinterpret_cast<const uint4*>(from);
   for (int first = lane; first < words; first += 32 * batch) {
     uint4 x[batch];
@@ -37,9 +36,9 @@ __device__ void for_words(const std::byte* from, int words, int lane, const F& f
       if (first + 32 * i < words) f(first + 32 * i, x[i]);
   }
 }
-template <int From, int To>
+template <int From, int To, int batch>
 __device__ void lower_words(const std::byte* from, std::byte* to, int words, int lane) {
-  for_words(from, words, lane, [&](int i, uint4 codes) {
+  for_words<batch>(from, words, lane, [&](int i, uint4 codes) {
     const ops::Lowered<From, To> x(codes);
     if constexpr (x.bytes == 8)
       reinterpret_cast<uint2*>(to)[i] = make_uint2(x.word[0], x.word[1]);
@@ -50,8 +49,9 @@ __device__ void lower_words(const std::byte* from, std::byte* to, int words, int
 
 // A warp stores a side of a page whose layouts are only_lowers, with keys its positions and state. Loads of the first
 // tokens' scales and positions are under way with those of the rows.
-__device__ inline void lower_side(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt,
-                                  bool key, int lane) {
+template <int batch = 8>
+__device__ void lower_side(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt, bool key,
+                           int lane) {
   const int p = lf.page_size;
   const CodecSide of = ops::side_of(lf, key), as = ops::side_of(lt, key);
   const int ratio = of == as ? 1 : ops::code_ratio(of, as);
@@ -66,13 +66,13 @@ __device__ inline void lower_side(const std::byte* from, const PageLayout& lf, s
   std::byte* out = to + ops::row_offset(lt, key, 0);
   const int words = static_cast<int>(p * ops::row_bytes(lf, key) / 16);
   if (of == as)
-    for_words(rows, words, lane, [&](int i, uint4 x) { reinterpret_cast<uint4*>(out)[i] = x; });
+    for_words<batch>(rows, words, lane, [&](int i, uint4 x) { reinterpret_cast<uint4*>(out)[i] = x; });
   else if (of.bits == 4)
-    lower_words<4, 2>(rows, out, words, lane);
+    lower_words<4, 2, batch>(rows, out, words, lane);
   else if (as.bits == 4)
-    lower_words<8, 4>(rows, out, words, lane);
+    lower_words<8, 4, batch>(rows, out, words, lane);
   else
-    lower_words<8, 2>(rows, out, words, lane);
+    lower_words<8, 2, batch>(rows, out, words, lane);
   if (of.bits && first) put_meta(lane, meta);
   for (int t = lane + 32; of.bits && t < p; t += 32) put_meta(t, metas[t]);
   if (!key) return;

@@ -1,12 +1,12 @@
-// A warp moves tokens of one head by short lists: of evictions, exchanges and steps down.
+// A warp moves tokens of one head by short lists: of evictions and exchanges.
 #pragma once
 #include "store/cuda_tokens.cuh"
 
 namespace kvlab::device_store {
 
 // Evicts at most one token of a head: its last token takes the place. Returns whether one left. rank [place] moves too,
-// unless it is null. Lowers: the kernel takes frames of the second codec.
-template <class Unit, bool Mixed, bool Lowers = false>
+// unless it is null.
+template <class Unit, bool Mixed>
 __device__ bool evict_one(const CudaStoreLayer& s, const CudaStoreList& a, int row, int head, std::int32_t* rank,
                           int lane) {
   const int count = a.count(row, head), p = s.layout.page_size;
@@ -38,8 +38,7 @@ __device__ bool evict_one(const CudaStoreLayer& s, const CudaStoreList& a, int r
   if (lane == 0) {
     *h.length = from;
     if (emptied) {
-      for (int tier = 0; tier < 2; ++tier)
-        give_back(s, tier, h.table[tier][last], Lowers && h.table[tier][last].codec > 0);
+      for (int tier = 0; tier < 2; ++tier) give_back(s, tier, h.table[tier][last]);
       if (h.lower_pages) *h.lower_pages = min(*h.lower_pages, last);
       fewer_pages(s, 1);
     } else {

@@ -43,19 +43,26 @@ __device__ inline unsigned lowered_meta(unsigned meta, int ratio) {
   return (meta & 0xffff0000u) | __half_as_ushort(__float2half_rn(ops::lowered_scale(scale, ratio)));
 }
 
-// A token between layouts in a warp's registers, converted as ops::copy_token does.
-class Carried {
+// A token between layouts in a warp's registers, converted as ops::copy_token does. Turns: 1 for rows of up to 128
+// elements, else 2. Grouped: a layout may be so. Kernels that know better have fewer registers.
+template <int Turns, bool Grouped>
+class CarriedToken {
  public:
   __device__ void read(const std::byte* frame, const PageLayout& l, int offset, const PageLayout& to, int lane) {
+    load(frame, l, offset, to, lane);
+    convert(l, to, lane);
+  }
+  // Both halves of read, for tokens whose loads do not wait for each other.
+  __device__ void load(const std::byte* frame, const PageLayout& l, int offset, const PageLayout& to, int lane) {
     const RowLanes at(l.head_dim, lane);
 #pragma unroll
-    for (int turn = 0; turn < most_turns; ++turn) {
+    for (int turn = 0; turn < Turns; ++turn) {
       if (turn >= at.turns) break;
       const bool key = at.key(turn);
       const CodecSide of = ops::side_of(l, key), as = ops::side_of(to, key);
-      ratio_[turn] = of == as ? 1 : ops::code_ratio(of, as);  // the tiers have one dtype
-      if (!at.there || (as.grouped() && of != as)) continue;  // encode_groups writes those
-      if (of.grouped() && ratio_[turn] != 1) {
+      ratio_[turn] = of == as ? 1 : ops::code_ratio(of, as);             // the tiers have one dtype
+      if (!at.there || (Grouped && as.grouped() && of != as)) continue;  // encode_groups writes those
+      if (Grouped && of.grouped() && ratio_[turn] != 1) {
 #pragma unroll
         for (int i = 0; i < lane_elements; ++i)
           words_[turn].word[i] = __float_as_uint(any_element(frame, l, key, offset, at.first + i));
@@ -63,8 +70,19 @@ class Carried {
       }
       const int bytes = lane_bytes(of, l.dtype);
       words_[turn].load(frame + ops::row_offset(l, key, offset) + at.first / lane_elements * bytes, bytes);
-      if (of.bits && !of.grouped())
+      if (of.bits && !(Grouped && of.grouped()))
         meta_[turn] = *reinterpret_cast<const unsigned*>(frame + ops::meta_offset(l, key, offset));
+    }
+    if (lane <= l.state_columns) field_ = *field(const_cast<std::byte*>(frame), l, offset, lane);
+  }
+  __device__ void convert(const PageLayout& l, const PageLayout& to, int lane) {
+    const RowLanes at(l.head_dim, lane);
+#pragma unroll
+    for (int turn = 0; turn < Turns; ++turn) {
+      if (turn >= at.turns) break;
+      const bool key = at.key(turn);
+      const CodecSide of = ops::side_of(l, key), as = ops::side_of(to, key);
+      if (!at.there || ratio_[turn] == 1 || (Grouped && (of.grouped() || as.grouped()))) continue;
       if (ratio_[turn] == 0) {
         float x[lane_elements];
         numbers_of(words_[turn], of, l.dtype, meta_[turn], x);
@@ -75,17 +93,16 @@ class Carried {
         words_[turn].put_codes(as.bits, [&](int i) { return ops::lowered(before.code(of.bits, i), ratio_[turn]); });
       }
     }
-    if (lane <= l.state_columns) field_ = *field(const_cast<std::byte*>(frame), l, offset, lane);
   }
   __device__ void write(std::byte* frame, const PageLayout& l, int offset, int lane) const {
     const RowLanes at(l.head_dim, lane);
 #pragma unroll
-    for (int turn = 0; turn < most_turns; ++turn) {
+    for (int turn = 0; turn < Turns; ++turn) {
       if (turn >= at.turns) break;
       const bool key = at.key(turn);
       const CodecSide side = ops::side_of(l, key);
       // Half a warp may encode anew while the other copies. Both take part in the search for the least and the most.
-      const bool anew = ratio_[turn] == 0 && !side.grouped();
+      const bool anew = ratio_[turn] == 0 && !(Grouped && side.grouped());
       if (__any_sync(~0u, anew)) {
         RowParts<1> row = {{}, at.first, 0, at.there && anew};
 #pragma unroll
@@ -95,7 +112,7 @@ class Carried {
       if (!at.there || ratio_[turn] == 0) continue;
       const int bytes = lane_bytes(side, l.dtype);
       words_[turn].store(frame + ops::row_offset(l, key, offset) + at.first / lane_elements * bytes, bytes);
-      if (side.bits && !side.grouped() && at.first == 0)
+      if (side.bits && !(Grouped && side.grouped()) && at.first == 0)
         *reinterpret_cast<unsigned*>(frame + ops::meta_offset(l, key, offset)) =
             ratio_[turn] == 1 ? meta_[turn] : lowered_meta(meta_[turn], ratio_[turn]);
     }
@@ -103,13 +120,12 @@ class Carried {
   }
 
  private:
-  static constexpr int most_turns = 2;
-
   // The lane's elements as both layouts store them, or the codes to come; numbers where they are encoded anew.
-  LaneWords words_[most_turns];
-  unsigned meta_[most_turns], field_;
-  int ratio_[most_turns];  // 1: stored alike. 0: encoded anew. Else ops::code_ratio
+  LaneWords words_[Turns];
+  unsigned meta_[Turns], field_;
+  int ratio_[Turns];  // 1: stored alike. 0: encoded anew. Else ops::code_ratio
 };
+using Carried = CarriedToken<2, true>;
 
 // Does the work of move_tokens where the tiers' layouts differ. Each warp moves one token at a time.
 template <class From, class To>
