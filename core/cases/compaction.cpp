@@ -40,8 +40,8 @@ class CompactionScene final : public Scene {
         slots_(n(of.rows)),
         lengths_(n(of.heads()), of.tokens),
         lower_(n(of.heads())),
-        order_(levels_.size()),
         fresh_(n(of.heads()) * n(of.pages())),
+        begins_(n(of.heads()) * n((of.tokens + CudaStoreLevels::chunk - 1) / CudaStoreLevels::chunk)),
         plans_(n(of.heads())) {
     std::mt19937 rng(1);
     constexpr std::uint8_t kinds[] = {0, 1, level_gone};
@@ -71,7 +71,7 @@ class CompactionScene final : public Scene {
     here_.counters = &own_counters_;
     here_edit_.slots = slots_.data(), here_edit_.rows = of.rows, here_edit_.most = of.tokens;
     here_edit_.levels = View<const std::uint8_t, 3>::dense(levels_.data(), {of.rows, of.kv_heads, of.tokens});
-    here_edit_.order = order_.data(), here_edit_.fresh = fresh_.data(), here_edit_.plans = plans_.data();
+    here_edit_.begins = begins_.data(), here_edit_.fresh = fresh_.data(), here_edit_.plans = plans_.data();
     if (of.by == By::host) return;
     there_ = here_, there_edit_ = here_edit_;
     there_.length = place.put(lengths_), there_.lower_pages = place.put(lower_);
@@ -81,7 +81,8 @@ class CompactionScene final : public Scene {
                            frames};
     there_edit_.slots = place.put(slots_);
     there_edit_.levels = place.put(here_edit_.levels);
-    there_edit_.order = place.put(order_), there_edit_.fresh = place.put(fresh_), there_edit_.plans = place.put(plans_);
+    there_edit_.begins = place.put(begins_), there_edit_.fresh = place.put(fresh_),
+    there_edit_.plans = place.put(plans_);
   }
 
   void prepare() override {
@@ -97,7 +98,7 @@ class CompactionScene final : public Scene {
     }
     host_plan::levels(here_, here_edit_);
     if (of_.by == By::host) return;
-    copy(there_edit_.order, order_.data(), order_.size());
+    copy(there_edit_.begins, begins_.data(), begins_.size());
     copy(there_edit_.fresh, fresh_.data(), fresh_.size());
     copy(there_edit_.plans, plans_.data(), plans_.size());
     copy(there_.counters, &own_counters_, 1);
@@ -107,7 +108,7 @@ class CompactionScene final : public Scene {
     prepare();
     run(0);
     if (of_.by != By::host) {
-      copy(order_.data(), there_edit_.order, order_.size());
+      copy(begins_.data(), there_edit_.begins, begins_.size());
       copy(fresh_.data(), there_edit_.fresh, fresh_.size());
       copy(plans_.data(), there_edit_.plans, plans_.size());
       copy(&own_counters_, there_.counters, 1);
@@ -120,12 +121,11 @@ class CompactionScene final : public Scene {
     for (int of = 0; of < of_.heads(); ++of) {
       const Ints wanted = plain_order(of);
       const CudaStoreLevels::Plan& plan = plans_[n(of)];
-      const std::int32_t* order = order_.data() + std::int64_t{of} * of_.tokens;
       const int kept = static_cast<int>(wanted.size()), low = low_of(of);
       if (kept == lengths_[n(of)] && low == lower_[n(of)] * page_size && std::is_sorted(wanted.begin(), wanted.end()))
         equal = equal && plan.kept == -1;  // all stays as it is
       else
-        equal = equal && plan.kept == kept && plan.low == low && std::equal(wanted.begin(), wanted.end(), order);
+        equal = equal && plan.kept == kept && plan.low == low && wanted == order_by(plan, of);
       for (int page = 0; page * page_size < plan.kept; ++page) {
         const PageEntry& e = fresh_[n(of) * n(of_.pages()) + n(page)];
         const bool lower = page * page_size < plan.low;
@@ -151,6 +151,19 @@ class CompactionScene final : public Scene {
     const auto begin = levels_.begin() + std::int64_t{of} * of_.tokens;
     return static_cast<int>(std::count(begin, begin + lengths_[n(of)], std::uint8_t{1})) / page_size * page_size;
   }
+  // The tokens by their places, as those find them who count on from where a chunk begins.
+  Ints order_by(const CudaStoreLevels::Plan& plan, int of) const {
+    const std::uint8_t* level = levels_.data() + std::int64_t{of} * of_.tokens;
+    Ints order(n(plan.kept), -1);
+    CudaStoreLevels::Begin at;
+    for (int t = 0; t < lengths_[n(of)]; ++t) {
+      if (t % CudaStoreLevels::chunk == 0) at = begins_[n(of) * n(here_edit_.chunks()) + n(t / CudaStoreLevels::chunk)];
+      const int place = plan.place(level[t] == 1, at.lows, at.others);
+      if (level[t] != level_gone && place >= 0 && place < plan.kept) order[n(place)] = t;
+      at.lows += level[t] == 1, at.others += level[t] == 0;
+    }
+    return order;
+  }
   Ints plain_order(int of) const {
     const std::uint8_t* level = levels_.data() + std::int64_t{of} * of_.tokens;
     Ints low, rest;
@@ -167,8 +180,9 @@ class CompactionScene final : public Scene {
   Place& place_;
   Compaction of_;
   std::vector<std::uint8_t> levels_;
-  Ints slots_, lengths_, lower_, order_, free_[pools];
+  Ints slots_, lengths_, lower_, free_[pools];
   std::vector<PageEntry> fresh_;
+  std::vector<CudaStoreLevels::Begin> begins_;
   std::vector<CudaStoreLevels::Plan> plans_;
   CudaStoreCounters counters_, own_counters_;  // at the start, and of a run
   CudaStoreLayer here_, there_;
@@ -182,8 +196,8 @@ Case compaction(const Compaction& of, const std::string& shape) {
   c.make = [of](Place& place, int) { return std::make_unique<CompactionScene>(place, of); };
   c.prepared = true;
   c.cpu = of.by == By::host;
-  // Levels are read. The order of the two thirds that stay is written, and their pages.
-  c.work.bytes = of.heads() * (of.tokens + 2. / 3 * of.tokens * 4 + 2. / 3 * of.pages() * sizeof(PageEntry));
+  // Levels and free frames are read. The pages of the two thirds that stay are written.
+  c.work.bytes = of.heads() * (of.tokens + 2. / 3 * of.pages() * (sizeof(PageEntry) + sizeof(std::int32_t)));
   return c;
 }
 

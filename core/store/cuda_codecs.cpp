@@ -29,8 +29,7 @@ Applied CudaStore::encode_pages(const Edit& e, const std::vector<std::int32_t>& 
   const std::int64_t most_pages = e.list.index.extent[2];
   if (const bool on_host = options_.planned_on_host; e.codec > 0 && most_pages > (on_host ? 0 : 1)) {
     const std::int64_t heads = std::int64_t{a.rows} * options_.shape.kv_heads;
-    a.runs = take_scratch<int>(workspace(), "encode", {heads}).data;
-    a.before = take_scratch<PageEntry>(workspace(), "encode", {heads, most_pages}).data;
+    a.runs = take_scratch<CudaStoreEncode::Run>(workspace(), "encode", {heads}).data;
     if (on_host)
       plan_on_host(a, e.layer, slots);
     else
@@ -56,7 +55,7 @@ Applied CudaStore::store_levels(const Edit& e, const std::vector<std::int32_t>& 
   a.slots = rows_of(slots);
   a.levels = e.levels;
   a.edit = ++edit_;
-  a.order = take_scratch<std::int32_t>(workspace(), "levels", {heads, a.most}).data;
+  a.begins = take_scratch<CudaStoreLevels::Begin>(workspace(), "levels", {heads, a.chunks()}).data;
   a.fresh = take_scratch<PageEntry>(workspace(), "levels", {heads, pages}).data;
   a.plans = take_scratch<CudaStoreLevels::Plan>(workspace(), "levels", {heads}).data;
   if (options_.planned_on_host)

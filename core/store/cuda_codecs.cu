@@ -4,6 +4,7 @@
 
 #include "base/cuda.cuh"
 #include "base/lanes.cuh"
+#include "base/ptx.cuh"
 #include "ops/page/paged.hpp"
 #include "store/cuda_tokens.cuh"
 
@@ -35,68 +36,93 @@ __device__ BlockSums sum_block(int own) {
   return out;
 }
 
-// A lane's tokens of a head, a bit each.
+// A lane's tokens of a head. Bit 8 b + w of a mask is token 4 w + b, as words of four levels have them.
 constexpr int lane_tokens = 16, warp_tokens = 32 * lane_tokens;
+static_assert(warp_tokens == CudaStoreLevels::chunk);
+constexpr unsigned lowest_bits = 0x01010101u;  // of a word's bytes
 struct LaneLevels {
-  unsigned low = 0, high = 0;  // tokens for the second codec, and others that stay
+  unsigned low = 0, gone = 0;  // tokens of level 1, and those that leave
   bool bad = false;
+
+  __device__ unsigned others() const { return ~(low | gone) & 15 * lowest_bits; }
+  // The sums of the lane's low tokens and, times 65536, its others.
+  __device__ int sums() const { return __popc(low) + (__popc(others()) << 16); }
+  static __device__ unsigned bit(int token) { return 1u << (8 * (token % 4) + token / 4); }
+  static __device__ unsigned before(int token) {
+    return lowest_bits * ((1u << token / 4) - 1) | (lowest_bits & ((1u << 8 * (token % 4)) - 1)) << token / 4;
+  }
 };
 
-__device__ LaneLevels levels_of_lane(const std::uint8_t* level, int first, int n) {
-  unsigned word[lane_tokens / 4] = {};
+// The lane's levels, or any numbers behind the head's n tokens. room: tokens of the list.
+__device__ uint4 lane_levels(const std::uint8_t* level, int first, int n, std::int64_t room) {
   const std::uint8_t* from = level + first;
-  if (first + lane_tokens <= n && reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
-    const uint4 x = *reinterpret_cast<const uint4*>(from);
-    word[0] = x.x, word[1] = x.y, word[2] = x.z, word[3] = x.w;
-  } else {
+  if (first + lane_tokens <= room && reinterpret_cast<std::uintptr_t>(from) % 16 == 0)
+    return *reinterpret_cast<const uint4*>(from);
+  unsigned word[lane_tokens / 4] = {};
 #pragma unroll
-    for (int i = 0; i < lane_tokens; ++i) word[i / 4] |= unsigned{first + i < n ? from[i] : level_gone} << 8 * (i % 4);
-  }
-  constexpr unsigned bytes = 0x01010101u;
-  const auto gathered = [](unsigned x) { return x * 0x01020408u >> 24 & 15u; };  // the lowest bit of each byte
+  for (int i = 0; i < lane_tokens; ++i)
+    if (first + i < n) word[i / 4] |= unsigned{from[i]} << 8 * (i % 4);
+  return make_uint4(word[0], word[1], word[2], word[3]);
+}
+// count: of the levels, so many are of the head's tokens.
+__device__ LaneLevels levels_of(uint4 x, int count) {
+  unsigned word[] = {x.x, x.y, x.z, x.w};
   LaneLevels out;
 #pragma unroll
   for (int i = 0; i < lane_tokens / 4; ++i) {
-    const unsigned gone = word[i] >> 7 & bytes, low = word[i] & bytes & ~gone;
+    if (const int own = count - 4 * i; own < 4) word[i] |= own > 0 ? ~0u << 8 * own : ~0u;
+    const unsigned gone = word[i] >> 7 & lowest_bits, low = word[i] & lowest_bits & ~gone;
     out.bad = out.bad || word[i] != (low | gone * level_gone);
-    out.low |= gathered(low) << 4 * i;
-    out.high |= gathered(bytes & ~(low | gone)) << 4 * i;
+    out.low |= low << i, out.gone |= gone << i;
   }
   return out;
 }
 
-// Writes the order of heads' tokens by their places to come, and takes frames for them. `Warps` warps have a head, one
-// part each. Sums over a warp's lanes, a head's warps and a block's heads say where tokens go and which frames pages
-// take. So a block asks each pool once.
+// Says where heads' tokens go, and takes frames for them. `Warps` warps have a head, one part each. Sums over a warp's
+// lanes, a head's warps and a block's heads say where chunks begin and which frames pages take. So a block asks each
+// pool once.
 template <int Warps>
-__global__ void __launch_bounds__(threads)
+__global__ void __launch_bounds__(threads, Warps == 1 ? 6 : 5)
     levels_plan_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreLevels a) {
-  constexpr int heads = warps / Warps;
+  constexpr int heads = warps / Warps, batch = 2;  // batch: chunks whose levels are on their way together
   struct Part {
-    int low, high;
-    bool bad, moves;
+    int lows, others;
+    bool bad;
   };
-  __shared__ std::int32_t places[warps][warp_tokens];
   __shared__ Part parts[warps];
   __shared__ int pages_of[heads][2], first_of[heads][2];
   const int mine = static_cast<int>(threadIdx.x), warp = mine / 32, lane = mine % 32, team = warp / Warps,
             part = warp % Warps, p = s.layout.page_size;
   const int all = a.rows * s.kv_heads, wanted = static_cast<int>(blockIdx.x) * heads + team, of = min(wanted, all - 1);
   const int row = of / s.kv_heads, head = of % s.kv_heads;
+  // Levels are under way before the length is known.
+  if (const int line = 128 * (part * 32 + lane); line < min(a.levels.extent[2], std::int64_t{a.most}))
+    fetch_line(&a.levels(row, head, line));
   const Head h = head_of(s, a.slots[row], head);
   int n = wanted < all ? *h.length : 0;
+  const int low_before = h.lower_pages ? *h.lower_pages * p : 0;
   const bool too_long = n > a.levels.extent[2] || n > a.most;
   if (too_long) n = 0;
   const std::uint8_t* level = n > 0 ? &a.levels(row, head, 0) : nullptr;
-  const int span = (n + Warps * warp_tokens - 1) / (Warps * warp_tokens) * warp_tokens, begin = min(n, part * span),
-            end = min(n, begin + span);
-  Part own = {0, 0, too_long, false};
-  for (int t = begin + lane * lane_tokens; t < end; t += warp_tokens) {
-    const LaneLevels x = levels_of_lane(level, t, n);
-    own.low += __popc(x.low), own.high += __popc(x.high);
-    own.bad = own.bad || x.bad || (x.low && !h.lower_pages);
+  const int chunks = (n + warp_tokens - 1) / warp_tokens, each = (chunks + Warps - 1) / Warps,
+            begin = min(chunks, part * each), end = min(chunks, begin + each), own_token = lane * lane_tokens;
+  CudaStoreLevels::Begin* begins = a.begins + std::int64_t{of} * a.chunks();
+  Part own = {0, 0, too_long};
+  for (int first = begin; first < end; first += batch) {
+    uint4 words[batch];
+#pragma unroll
+    for (int i = 0; i < batch; ++i)
+      if (first + i < end) words[i] = lane_levels(level, (first + i) * warp_tokens + own_token, n, a.levels.extent[2]);
+#pragma unroll
+    for (int i = 0; i < batch; ++i) {
+      if (first + i >= end) break;
+      const LaneLevels x = levels_of(words[i], n - (first + i) * warp_tokens - own_token);
+      own.bad = own.bad || x.bad || (x.low && !h.lower_pages);
+      if (lane == 0) begins[first + i] = {own.lows, own.others};
+      const int sums = cuda::sum_of_lanes(x.sums());
+      own.lows += sums & 0xffff, own.others += sums >> 16;
+    }
   }
-  own.low = cuda::sum_of_lanes(own.low), own.high = cuda::sum_of_lanes(own.high);
   own.bad = __any_sync(~0u, own.bad);
   if (lane == 0) parts[warp] = own;
   __syncthreads();
@@ -104,51 +130,18 @@ __global__ void __launch_bounds__(threads)
 #pragma unroll
   for (int w = 0; w < Warps; ++w) {
     const Part& x = parts[team * Warps + w];
-    if (w < part) before.low += x.low, before.high += x.high;
-    sum.low += x.low, sum.high += x.high, sum.bad = sum.bad || x.bad;
+    if (w < part) before.lows += x.lows, before.others += x.others;
+    sum.lows += x.lows, sum.others += x.others, sum.bad = sum.bad || x.bad;
   }
-  CudaStoreLevels::Plan plan;
-  plan.low = sum.low / p * p, plan.kept = sum.low + sum.high;
-  std::int32_t* order = a.order + std::int64_t{of} * a.most;
-  bool same = plan.kept == n && plan.low == (h.lower_pages ? *h.lower_pages * p : 0);
-  int lows = before.low, others = before.high + max(0, before.low - plan.low);
-  for (int chunk = begin; !sum.bad && chunk < end; chunk += warp_tokens) {
-    const int t = chunk + lane * lane_tokens;
-    LaneLevels x = levels_of_lane(level, t, n);
-    const int low = __popc(x.low), low_through = cuda::sum_through_lane(low), rank = lows + low_through - low;
-    if (rank + low > plan.low) {  // low tokens that fill no page stay in the first codec
-      unsigned rest = x.low;
-      for (int i = rank; i < plan.low; ++i) rest &= rest - 1;
-      x.low ^= rest, x.high |= rest;
-    }
-    const int high = __popc(x.high), high_through = cuda::sum_through_lane(high);
-    const int all_low = __shfl_sync(~0u, low_through, 31), all_high = __shfl_sync(~0u, high_through, 31),
-              low_here = min(all_low, max(0, plan.low - lows));
-    int low_at = rank - lows, high_at = low_here + high_through - high;
-    if (x.low) {
-      const int skipped = __ffs(static_cast<int>(x.low)) - 1;
-      const unsigned run = x.low >> skipped;
-      same = same && t + skipped == rank && (run & (run + 1)) == 0;
-    }
-#pragma unroll
-    for (int i = 0; i < lane_tokens; ++i)
-      if (x.low >> i & 1)
-        places[warp][low_at++] = t + i;
-      else if (x.high >> i & 1)
-        places[warp][high_at++] = t + i;
-    __syncwarp();
-    for (int i = lane; i < low_here + all_high; i += 32)
-      order[i < low_here ? lows + i : plan.low + others + i - low_here] = places[warp][i];
-    __syncwarp();
-    lows += all_low, others += all_high;
+  if (part > 0)
+    for (int i = begin + lane; i < end; i += 32) begins[i].lows += before.lows, begins[i].others += before.others;
+  const CudaStoreLevels::Plan plan = {sum.lows + sum.others, sum.lows / p * p};
+  bool changes = !sum.bad && (plan.kept != n || plan.low != low_before);
+  if (!sum.bad && !changes) {  // all stays as it is if the first tokens are the low ones
+    bool stays = true;
+    for (int t = lane; t < plan.low; t += 32) stays = stays && level[t] == 1;
+    changes = __any_sync(~0u, !stays);
   }
-  const bool moves = __any_sync(~0u, !same);
-  __syncthreads();  // all have read the parts
-  if (lane == 0) parts[warp].moves = moves && !sum.bad;
-  __syncthreads();
-  bool changes = false;
-#pragma unroll
-  for (int w = 0; w < Warps; ++w) changes = changes || parts[team * Warps + w].moves;
   const int low_pages = changes ? plan.low / p : 0, pages = changes ? (plan.kept + p - 1) / p : 0;
   if (part == 0 && lane == 0) pages_of[team][0] = low_pages, pages_of[team][1] = pages - low_pages;
   __syncthreads();
@@ -173,32 +166,59 @@ __global__ void __launch_bounds__(threads)
     return;
   }
   PageEntry* fresh = a.fresh + std::int64_t{of} * ((a.most + p - 1) / p);
-  for (int page = part * 32 + lane; page < pages; page += 32 * Warps) {
-    const bool lower = page < low_pages;
-    PageEntry e;
-    e.frame = lower ? s.pool[lower_pool].at(low_first + page) : s.pool[device_pool].at(high_first + page - low_pages);
-    e.tokens = static_cast<std::uint16_t>(min(p, plan.kept - page * p));
-    e.codec = lower;
-    fresh[page] = e;
+  for (int first = part * 32 + lane; first < pages; first += 2 * 32 * Warps) {
+    const int page[] = {first, first + 32 * Warps};
+    std::int32_t frame[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      frame[i] = page[i] < low_pages ? s.pool[lower_pool].at(low_first + page[i])
+                 : page[i] < pages   ? s.pool[device_pool].at(high_first + page[i] - low_pages)
+                                     : null_frame;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (page[i] < pages) fresh[page[i]] = entry_of(frame[i], min(p, plan.kept - page[i] * p), page[i] < low_pages);
   }
   if (part == 0 && lane == 0) a.plans[of] = plan;
 }
 
-// Grid [part, head of a row]. A warp copies a token.
-__global__ void __launch_bounds__(threads)
+// Grid [part, head of a row]. A warp copies tokens that follow each other. It counts on from where their chunk begins.
+constexpr int copied = 4;  // tokens of a warp
+__global__ void __launch_bounds__(threads, 4)
     levels_copy_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreLevels a) {
   const int row = blockIdx.y / s.kv_heads, head = blockIdx.y % s.kv_heads, p = s.layout.page_size;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const CudaStoreLevels::Plan plan = a.plans[blockIdx.y];
+  if (plan.kept < 0) return;
   const Head h = head_of(s, a.slots[row], head);
-  const std::int32_t* order = a.order + std::int64_t{blockIdx.y} * a.most;
+  const int n = *h.length;
+  const std::uint8_t* level = n > 0 ? &a.levels(row, head, 0) : nullptr;
   const PageEntry* fresh = a.fresh + std::int64_t{blockIdx.y} * ((a.most + p - 1) / p);
-  for (int i = static_cast<int>(blockIdx.x) * warps + warp; i < plan.kept; i += static_cast<int>(gridDim.x) * warps) {
-    const int from = order[i];
-    const PageLayout& to = i < plan.low ? s.lower_layout : s.layout;
-    Carried x;
-    x.read(page_at(s, h, from / p), s.mixed ? layout_at(s, h, from / p) : s.layout, from % p, to, lane);
-    x.write(frame_at(s, 0, fresh[i / p].frame), to, i % p, lane);
+  for (int first = (static_cast<int>(blockIdx.x) * warps + warp) * copied; first < n;
+       first += static_cast<int>(gridDim.x) * warps * copied) {
+    const int chunk = first / warp_tokens, own_token = chunk * warp_tokens + lane * lane_tokens;
+    const LaneLevels x = levels_of(lane_levels(level, own_token, n, a.levels.extent[2]), n - own_token);
+    const CudaStoreLevels::Begin begin = a.begins[std::int64_t{blockIdx.y} * a.chunks() + chunk];
+    const int sums = cuda::sum_through_lane(x.sums()) - x.sums();
+    // Lanes find the places of a token each.
+    const int t = first % warp_tokens + lane % copied, from = t / lane_tokens;
+    const unsigned low = __shfl_sync(~0u, x.low, from), gone = __shfl_sync(~0u, x.gone, from),
+                   others = __shfl_sync(~0u, x.others(), from), bit = LaneLevels::bit(t % lane_tokens),
+                   before = LaneLevels::before(t % lane_tokens);
+    const int of_lanes = __shfl_sync(~0u, sums, from);
+    const int place = gone & bit ? -1
+                                 : plan.place(low & bit, begin.lows + (of_lanes & 0xffff) + __popc(low & before),
+                                              begin.others + (of_lanes >> 16) + __popc(others & before));
+    const int page = min(first + lane % copied, n - 1) / p;
+    const PageEntry to = place < 0 ? PageEntry{} : fresh[place / p];
+    for (int i = 0; i < copied; ++i) {
+      const int goes_to = __shfl_sync(~0u, place, i), frame = __shfl_sync(~0u, to.frame, i),
+                old = __shfl_sync(~0u, page, i);
+      if (goes_to < 0) continue;
+      const PageLayout& layout = goes_to < plan.low ? s.lower_layout : s.layout;
+      Carried token;
+      token.read(page_at(s, h, old), s.mixed ? layout_at(s, h, old) : s.layout, (first + i) % p, layout, lane);
+      token.write(frame_at(s, 0, frame), layout, goes_to % p, lane);
+    }
   }
 }
 
@@ -325,7 +345,7 @@ KVLAB_ON_CUDA(plan_levels, plan_levels);
 void store_levels(const CudaStoreLayer& s, const CudaStoreLevels& a, Stream to) {
   const cudaStream_t stream = stream_of(to);
   const auto heads = static_cast<unsigned>(a.rows * s.kv_heads);
-  const auto parts = static_cast<unsigned>(std::clamp(a.most / (4 * warps), 1, 1024));
+  const auto parts = static_cast<unsigned>(std::clamp(a.most / (copied * warps), 1, 1024));
   levels_copy_kernel<<<dim3(parts, heads), threads, 0, stream>>>(s, a);
   levels_finish_kernel<<<heads, threads, 0, stream>>>(s, a);
   check_launch("store_levels");

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/launch.cuh"
+#include "base/ptx.cuh"
 #include "ops/page/paged.hpp"
 #include "store/cuda_lower.cuh"
 
@@ -210,46 +211,36 @@ __device__ void encode_page(const CudaStoreLayer& s, int codec, std::int32_t bef
 
 // A list that goes on where the pages of the second codec end, as a prompt's does: a block takes all its frames at
 // once, and no page changes its place. encode_run_kernel then stores the pages side by side.
-__global__ void __launch_bounds__(threads)
+constexpr int plan_threads = 1024;
+__global__ void __launch_bounds__(plan_threads)
     encode_plan_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreEncode a) {
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
-  const int mine = static_cast<int>(threadIdx.x);
   const Head h = head_of(s, a.slots[row], head);
   let_successor_start();
   const int n = *h.length, count = a.count(row, head), first = *h.lower_pages;
   bool runs = count > 0 && count <= a.index.extent[2] && (first + count) * p <= n;
-  for (int i = mine; runs && i < count; i += threads) {
-    const PageEntry& e = h.table[0][first + i];
-    runs = a.index(row, head, i) == first + i && e.frame >= 0 && e.codec != a.codec;
+  if (runs) {
+    bool all = true;
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += plan_threads) {
+      const PageEntry e = h.table[0][first + i];
+      all = all & (a.index(row, head, i) == first + i) & (e.frame >= 0) & (e.codec != a.codec);
+    }
+    runs = all;
   }
-  if (__syncthreads_or(!runs)) {
-    if (mine == 0) a.runs[blockIdx.x] = 0;
-    return;
-  }
-  __shared__ int next;
-  const ops::FramePool& pool = s.pool[pool_of(0, a.codec)];
-  if (mine == 0) next = take_frames(s, pool_of(0, a.codec), count);
-  __syncthreads();
-  if (next < 0) {
-    if (mine == 0) a.runs[blockIdx.x] = 0;
-    return;
-  }
-  PageEntry* before = a.before + std::int64_t{blockIdx.x} * a.index.extent[2];
-  for (int i = mine; i < count; i += threads) {
-    PageEntry& e = h.table[0][first + i];
-    before[i] = e;
-    e.frame = pool.at(next + i);
-    e.codec = static_cast<std::uint8_t>(a.codec);
-  }
-  if (mine == 0) {
-    a.runs[blockIdx.x] = count;
+  runs = !__syncthreads_or(!runs);
+  if (threadIdx.x > 0) return;
+  CudaStoreEncode::Run run;
+  if (runs && (run.taken = take_frames(s, pool_of(0, a.codec), count)) >= 0) {
+    run.pages = count;
+    run.back = place_back(s, device_pool, count);
     *h.lower_pages = first + count;
     count_fired(s, a.edit);
   }
+  a.runs[blockIdx.x] = run;
 }
 
-// How a run's pages change. lowers: only_lowers. groups: are_held holds for both sides, of pages of Tokens tokens. In
-// both a warp takes a side of a page.
+// How a run's pages change. lowers: only_lowers. groups: are_held holds for both sides, of pages of Tokens tokens.
 enum class How { lowers, groups, any };
 
 // Blocks [share of a run, head].
@@ -258,52 +249,59 @@ __global__ void __launch_bounds__(threads, how == How::lowers ? 4 : 2)
     encode_run_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreEncode a) {
   const int of = static_cast<int>(blockIdx.y), row = of / s.kv_heads, head = of % s.kv_heads;
   const Head h = head_of(s, a.slots[row], head);
-  const PageEntry* before = a.before + std::int64_t{of} * a.index.extent[2];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const PageLayout &from = a.codec > 0 ? s.layout : s.lower_layout, &to = a.codec > 0 ? s.lower_layout : s.layout;
+  constexpr bool by_warps = how != How::any;  // a warp takes a page, else a block
+  const int begin = static_cast<int>(blockIdx.x) * (by_warps ? warps : 1) + (by_warps ? warp : 0),
+            each = static_cast<int>(gridDim.x) * (by_warps ? warps : 1);
   let_successor_start();
+  // The first page comes to the cache beside the plan, which changes neither the list nor a page.
+  if (begin < a.count(row, head) && begin < a.index.extent[2])
+    if (const int page = a.index(row, head, begin); page >= 0 && page < s.pages)
+      if (const std::int32_t frame = h.table[0][page].frame; frame >= 0)
+        for (int at = 128 * static_cast<int>(by_warps ? lane : threadIdx.x); at < from.bytes;
+             at += 128 * (by_warps ? 32 : threads))
+          fetch_line(frame_at(s, 0, frame) + at);
   wait_for_predecessor();
-  const int pages = a.runs[of];
-  if constexpr (how == How::any) {
-    for (int i = static_cast<int>(blockIdx.x); i < pages; i += static_cast<int>(gridDim.x)) {
-      const int page = a.index(row, head, i);
-      encode_page(s, a.codec, before[i].frame, h.table[0][page].frame);
-      __syncthreads();
-      if (warp == 0) summarize(s, h, page, s.layout.page_size, lane);
-    }
-  } else {
-    const int each = static_cast<int>(gridDim.x) * warps;
-    for (int i = static_cast<int>(blockIdx.x) * warps + warp; i < 2 * pages; i += each) {
-      const int page = a.index(row, head, i / 2);
-      const bool key = i % 2 == 0;
-      const std::byte* old = frame_at(s, 0, before[i / 2].frame);
-      std::byte* fresh = frame_at(s, 0, h.table[0][page].frame);
-      if constexpr (how == How::lowers) {
-        lower_side(old, from, fresh, to, key, lane);
-      } else {
-        const HeldSide<Tokens> side(old, from, key, lane);
-        if (key) copy_fields(old, from, fresh, to, lane, 32);
-        side.store(fresh, to);
-      }
+  const CudaStoreEncode::Run run = a.runs[of];
+  for (int i = begin; i < run.pages; i += each) {
+    const int page = a.index(row, head, i);
+    const PageEntry before = h.table[0][page];
+    const std::int32_t fresh = s.pool[pool_of(0, a.codec)].at(run.taken + i);
+    const std::byte* old_frame = frame_at(s, 0, before.frame);
+    std::byte* new_frame = frame_at(s, 0, fresh);
+    if constexpr (by_warps) {
+      if constexpr (how == How::groups) copy_fields(old_frame, from, new_frame, to, lane, 32);
+#pragma unroll 1
+      for (int side = 0; side < 2; ++side)
+        if constexpr (how == How::lowers)
+          lower_side(old_frame, from, new_frame, to, side == 0, lane);
+        else
+          HeldSide<Tokens>(old_frame, from, side == 0, lane).store(new_frame, to);
       __syncwarp();
-      if (key) summarize(s, h, page, s.layout.page_size, lane);
+    } else {
+      encode_page(s, a.codec, before.frame, fresh);
+      __syncthreads();
+      if (warp > 0) continue;
     }
+    if (lane == 0) {
+      h.table[0][page] = entry_of(fresh, before.tokens, a.codec);
+      poison_frame(s, 0, before);
+      s.pool[device_pool].at(run.back + i) = before.frame;
+    }
+    __syncwarp();
+    if (s.summary != Summary::none) summarize_page(s, a.slots[row], head, page, (page + 1) * s.layout.page_size, lane);
   }
 }
 
-// A block stores a head's listed pages in another codec, one after the other. Of a run it gives the old frames back.
+// A block stores a head's listed pages in another codec, one after the other, unless they are a run.
 __global__ void __launch_bounds__(threads, 2)
     encode_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreEncode a) {
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
   const int mine = static_cast<int>(threadIdx.x), warp = mine / 32, lane = mine % 32;
   const Head h = head_of(s, a.slots[row], head);
-  __shared__ int at;
   wait_for_predecessor();
-  if (a.runs && a.runs[blockIdx.x] > 0) {
-    PageEntry* before = a.before + std::int64_t{blockIdx.x} * a.index.extent[2];
-    give_all_back(s, pool_of(0, before[0].codec), before, a.runs[blockIdx.x], at);
-    return;
-  }
+  if (a.runs && a.runs[blockIdx.x].pages > 0) return;
   const int n = *h.length, pages = (n + p - 1) / p, count = a.count(row, head);
   if (wrong_list(s, a, row, head, pages)) return;
   __shared__ PageEntry before, fresh;
@@ -342,7 +340,7 @@ __global__ void __launch_bounds__(threads, 2)
 namespace cuda_store {
 
 void plan_encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream stream) {
-  encode_plan_kernel<<<static_cast<unsigned>(e.rows * s.kv_heads), threads, 0, stream_of(stream)>>>(s, e);
+  encode_plan_kernel<<<static_cast<unsigned>(e.rows * s.kv_heads), plan_threads, 0, stream_of(stream)>>>(s, e);
   check_launch("plan_encode");
 }
 KVLAB_ON_CUDA(plan_encode, plan_encode);
@@ -354,13 +352,16 @@ void encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream to) {
     const PageLayout &from = e.codec > 0 ? s.layout : s.lower_layout, &as = e.codec > 0 ? s.lower_layout : s.layout;
     const bool lowers = only_lowers(from, as), groups = are_held(from, as, true) && are_held(from, as, false);
     const bool by_warps = lowers || groups;
-    const std::int64_t pages = e.index.extent[2], shares = by_warps ? (2 * pages + warps - 1) / warps : pages;
+    // Blocks that are there at once share a run.
+    const std::int64_t pages = e.index.extent[2], shares = by_warps ? (pages + warps - 1) / warps : pages,
+                       at_once = by_warps ? std::int64_t{lowers ? 4 : 2} * multiprocessors() / heads : 1024;
     const auto kernel = lowers                     ? encode_run_kernel<How::lowers>
                         : !groups                  ? encode_run_kernel<How::any>
                         : s.layout.page_size == 16 ? encode_run_kernel<How::groups, 16>
                                                    : encode_run_kernel<How::groups, 32>;
-    launch("encode", kernel, dim3(static_cast<unsigned>(std::clamp<std::int64_t>(shares, 1, 1024)), heads), threads, 0,
-           stream, true, s, e);
+    launch("encode", kernel,
+           dim3(static_cast<unsigned>(std::clamp<std::int64_t>(shares, 1, std::max<std::int64_t>(1, at_once))), heads),
+           threads, 0, stream, true, s, e);
   }
   launch("encode", encode_kernel, heads, threads, 0, stream, e.runs != nullptr, s, e);
 }

@@ -293,6 +293,13 @@ __device__ inline void summarize(const CudaStoreLayer& s, const Head& h, int pag
     summarize_as(s, l, h, page, tokens, lane);
 }
 
+// The same for a head of n tokens, as a call: kernels that seldom need it have fewer registers then.
+__device__ __noinline__ inline void summarize_page(const CudaStoreLayer& s, int slot, int head, int page, int n,
+                                                   int lane) {
+  const int p = s.layout.page_size;
+  summarize(s, head_of(s, slot, head), page, min(p, n - page * p), lane);
+}
+
 // A lane's part of a row: 8 neighbouring elements, so that its loads and stores are wide.
 constexpr int lane_elements = 8;
 

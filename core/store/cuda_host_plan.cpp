@@ -83,16 +83,16 @@ void CudaStore::plan_on_host(const CudaStoreLevels& a, int index, const std::vec
   const std::vector<std::uint8_t> levels = cross.here(a.levels);
   const auto heads = slots.size() * static_cast<std::size_t>(there.kv_heads), most = static_cast<std::size_t>(a.most),
              p = static_cast<std::size_t>(there.layout.page_size);
-  std::vector<std::int32_t> order(heads * most);
+  std::vector<CudaStoreLevels::Begin> begins(heads * static_cast<std::size_t>(a.chunks()));
   std::vector<PageEntry> fresh(heads * ((most + p - 1) / p));
   std::vector<CudaStoreLevels::Plan> plans(heads);
   CudaStoreLevels own = a;
   own.slots = slots.data();
   own.levels.data = levels.data();
-  own.order = order.data(), own.fresh = fresh.data(), own.plans = plans.data();
+  own.begins = begins.data(), own.fresh = fresh.data(), own.plans = plans.data();
   cross.wait();
   host_plan::levels(here.layer, own);
-  cross.back(order, a.order), cross.back(fresh, a.fresh), cross.back(plans, a.plans);
+  cross.back(begins, a.begins), cross.back(fresh, a.fresh), cross.back(plans, a.plans);
   cross.back(here.counters, there.counters);
   cross.wait();
 }
@@ -101,20 +101,19 @@ void CudaStore::plan_on_host(const CudaStoreEncode& a, int index, const std::vec
   const Crossing cross(stream_);
   const CudaStoreLayer there = layer(index);
   LayerHere here(there, end_of(slots), cross);
-  std::vector<PageEntry> table = cross.here(there.table[0], here.length.size() * static_cast<std::size_t>(there.pages));
+  const std::vector<PageEntry> table =
+      cross.here(there.table[0], here.length.size() * static_cast<std::size_t>(there.pages));
   const std::vector<std::int32_t> list = cross.here(a.index), count = cross.here(a.count);
   const auto heads = slots.size() * static_cast<std::size_t>(there.kv_heads);
-  std::vector<int> runs(heads);
-  std::vector<PageEntry> before(heads * static_cast<std::size_t>(a.index.extent[2]));
-  here.layer.table[0] = table.data();
+  std::vector<CudaStoreEncode::Run> runs(heads);
+  here.layer.table[0] = const_cast<PageEntry*>(table.data());
   CudaStoreEncode own = a;
   own.slots = slots.data();
   own.index.data = list.data(), own.count.data = count.data();
-  own.runs = runs.data(), own.before = before.data();
+  own.runs = runs.data();
   cross.wait();
   host_plan::encode(here.layer, own);
-  cross.back(table, there.table[0]), cross.back(here.lower, there.lower_pages);
-  cross.back(runs, a.runs), cross.back(before, a.before);
+  cross.back(here.lower, there.lower_pages), cross.back(runs, a.runs);
   cross.back(here.counters, there.counters);
   cross.wait();
 }

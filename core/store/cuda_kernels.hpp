@@ -169,10 +169,13 @@ struct CudaStorePlace : CudaStoreList {
 
 struct CudaStoreEncode : CudaStoreList {
   int codec = 0;
-  // Scratch, null = each head's pages one after the other, and there is no plan. [row, kv_head] pages of a run that
-  // goes on where those of the second codec end, 0 = the list is another; [row, kv_head, entry] their old entries.
-  int* runs = nullptr;
-  PageEntry* before = nullptr;
+  // A list that goes on where a head's pages of the second codec end. The plan takes its frames and gives the old ones
+  // back, before their pages are read: nothing that takes frames runs meanwhile.
+  struct Run {
+    std::int32_t pages = 0;            // 0 = the list is another
+    std::int32_t taken = 0, back = 0;  // in the pools' lists: the first new frame, the first old one's place
+  };
+  Run* runs = nullptr;  // scratch [row, kv_head]; null = each head's pages one after the other, and there is no plan
 };
 
 // Edits of a decode step, which each head carries out in this order: a pair of places to exchange, a token that leaves,
@@ -184,12 +187,21 @@ struct CudaStoreStep {
 struct CudaStoreLevels : CudaStoreRows {
   View<const std::uint8_t, 3> levels;  // [row, kv_head, token]
   int most = 0;                        // no head has more tokens
-  std::int32_t* order = nullptr;       // scratch [row, kv_head, most]: the tokens by their places to come
-  PageEntry* fresh = nullptr;          // scratch [row, kv_head, pages of `most`]
   struct Plan {
     std::int32_t kept = -1, low = 0;  // tokens that stay, -1 = all is as it was; those in pages of the second codec
+    // Returns the place to come of a token that stays. lows, others: tokens before it of level 1, and others that stay.
+    constexpr int place(bool is_low, int lows, int others) const {
+      return is_low && lows < low ? lows : low + others + (lows > low ? lows - low : 0);
+    }
   };
-  Plan* plans = nullptr;  // scratch [row, kv_head]
+  Plan* plans = nullptr;             // scratch [row, kv_head]
+  static constexpr int chunk = 512;  // tokens
+  struct Begin {
+    std::int32_t lows = 0, others = 0;  // in front of a chunk, as for Plan::place
+  };
+  constexpr int chunks() const { return (most + chunk - 1) / chunk; }
+  Begin* begins = nullptr;     // scratch [row, kv_head, chunks()]
+  PageEntry* fresh = nullptr;  // scratch [row, kv_head, pages of `most`]
   unsigned long long edit = 0;
 };
 

@@ -57,11 +57,6 @@ __device__ __noinline__ void lower_tokens(const CudaStoreLayer& s, const std::by
   }
 }
 
-// The same of a page's summary.
-__device__ __noinline__ void summarize_page(const CudaStoreLayer& s, int slot, int head, int page, int n, int lane) {
-  summarize(s, head_of(s, slot, head), page, min(s.layout.page_size, n - page * s.layout.page_size), lane);
-}
-
 // Stores a page of a head of n tokens in the second codec, which has `other` pages. Returns whether it changed.
 __device__ bool lower_page(const CudaStoreLayer& s, const Head& h, int page, int n, int other, bool runs, int lane) {
   const int p = s.layout.page_size;

@@ -145,6 +145,7 @@ __global__ void __launch_bounds__(warps * 32)
         read_elements((side ? v : k) + i * stride + std::int64_t{head} * dim + d + part * empty.step, wide,
                       row[side].x[part]);
   wait_for_predecessor();
+  let_successor_start();
   const Head h = head_of(s, slot, head);
   const int length = *h.length - tokens;
   if (length < 0) return;  // the plan found too few frames

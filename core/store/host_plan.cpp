@@ -30,29 +30,29 @@ struct HeadLevels {
   bool bad = false;
 };
 
-// Writes the order of a head's tokens by their places to come. kept is -1 where all is as it was.
-HeadLevels order_head(const CudaStoreLayer& s, const CudaStoreLevels& a, int of) {
+// Writes where chunks of a head's tokens begin. kept is -1 where all is as it was.
+HeadLevels plan_head(const CudaStoreLayer& s, const CudaStoreLevels& a, int of) {
   const int row = of / s.kv_heads, head = of % s.kv_heads, p = s.layout.page_size;
   const std::int64_t at = std::int64_t{a.slots[row]} * s.kv_heads + head;
   const int n = s.length[at], codecs = s.lower_pages ? 2 : 1;
   if (n > a.levels.extent[2] || n > a.most) return {{}, true};
-  std::int32_t* order = a.order + std::int64_t{of} * a.most;
+  CudaStoreLevels::Begin* begins = a.begins + std::int64_t{of} * a.chunks();
   const std::uint8_t* level = n > 0 ? &a.levels(row, head, 0) : nullptr;
   // No branch depends on a level: levels are hard to predict.
-  int low = 0, bad = 0;
-  for (int t = 0; t < n; ++t) low += level[t] == 1, bad |= (level[t] != level_gone) & (level[t] >= codecs);
-  if (bad) return {{}, true};
-  low = low / p * p;
-  int lows = 0, kept = low;
-  bool same = low == (s.lower_pages ? s.lower_pages[at] * p : 0);
-  for (int t = 0; t < n; ++t) {
-    const bool is_low = (level[t] == 1) & (lows < low), stays = (level[t] != level_gone) & !is_low;
-    const int to = is_low ? lows : kept;  // of a token that leaves: the next one that stays overwrites it
-    order[to] = t;
-    same &= to == t;
-    lows += is_low, kept += stays;
+  int bad = 0;
+  CudaStoreLevels::Begin sum;
+  for (int first = 0; first < n; first += a.chunk) {
+    begins[first / a.chunk] = sum;
+    for (int t = first; t < std::min(n, first + a.chunk); ++t) {
+      sum.lows += level[t] == 1, sum.others += (level[t] != 1) & (level[t] != level_gone);
+      bad |= (level[t] != level_gone) & (level[t] >= codecs);
+    }
   }
-  return {{same && kept == n ? -1 : kept, low}, false};
+  if (bad) return {{}, true};
+  const CudaStoreLevels::Plan plan = {sum.lows + sum.others, sum.lows / p * p};
+  const bool same = plan.kept == n && plan.low == (s.lower_pages ? s.lower_pages[at] * p : 0) &&
+                    std::all_of(level, level + plan.low, [](std::uint8_t of_token) { return of_token == 1; });
+  return {same ? CudaStoreLevels::Plan{} : plan, false};
 }
 
 }  // namespace
@@ -63,7 +63,7 @@ void levels(const CudaStoreLayer& s, const CudaStoreLevels& a) {
   bool bad = false;
 #pragma omp parallel for schedule(static) reduction(|| : bad)
   for (int of = 0; of < heads; ++of) {
-    const HeadLevels own = order_head(s, a, of);
+    const HeadLevels own = plan_head(s, a, of);
     bad = bad || own.bad;
     a.plans[of] = own.plan;
     if (own.plan.kept < 0) continue;
@@ -103,24 +103,23 @@ void encode(const CudaStoreLayer& s, const CudaStoreEncode& a) {
       const PageEntry& e = s.table[0][at * s.pages + first + i];
       runs = a.index(row, head, i) == first + i && e.frame >= 0 && e.codec != a.codec;
     }
-    a.runs[of] = frames[static_cast<std::size_t>(of)] = runs ? count : 0;
+    frames[static_cast<std::size_t>(of)] = runs ? count : 0;
   }
   const bool fits = take(s, lower_pool, frames);
-  if (fits && frames.back() > 0 && s.counters->last_edit != a.edit) {
-    ++s.counters->fired;
+  const int all = fits ? frames.back() : 0;
+  const ops::FramePool &fresh = s.pool[lower_pool], &old = s.pool[device_pool];
+  if (all > 0) {
+    std::int32_t& peak = s.counters->peak_frames[device_pool];
+    peak = std::max(peak, s.counters->frames[device_pool] - (*old.given - *old.taken));
+    *old.taken -= all;
+    if (s.counters->last_edit != a.edit) ++s.counters->fired;
     s.counters->last_edit = a.edit;
   }
-#pragma omp parallel for schedule(static)
   for (int of = 0; of < heads; ++of) {
-    if (!fits) a.runs[of] = 0;
-    const std::int64_t at = index_of(of);
-    for (int i = 0; i < a.runs[of]; ++i) {
-      PageEntry& e = s.table[0][at * s.pages + s.lower_pages[at] + i];
-      a.before[of * a.index.extent[2] + i] = e;
-      e.frame = frame_of(s, lower_pool, frames, of, i);
-      e.codec = static_cast<std::uint8_t>(a.codec);
-    }
-    s.lower_pages[at] += a.runs[of];
+    const std::int32_t before = frames[static_cast<std::size_t>(of)],
+                       pages = all > 0 ? frames[static_cast<std::size_t>(of) + 1] - before : 0;
+    a.runs[of] = {pages, *fresh.taken - all + before, *old.taken + before};
+    s.lower_pages[index_of(of)] += pages;
   }
 }
 
