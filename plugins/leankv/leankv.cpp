@@ -115,7 +115,8 @@ class LeanKv final : public kvlab::Policy {
       if (!greatest_score_) kvlab::ops::group_reduce(kv.pages, votes, GroupRule::max, sums, s);
       kvlab::ops::blend_state(column, 0, sums, 1, s);
     }
-    const auto plan = kv.scratch<std::uint8_t>("plan", {kv.rows(), kv.kv_heads(), kv.max_length});
+    const std::int64_t room = (kv.max_length + 15) / 16 * 16;  // so that kernels read 16 levels at once
+    const auto plan = kv.scratch<std::uint8_t>("plan", {kv.rows(), kv.kv_heads(), room});
     kvlab::ops::levels(kv.pages, sums, seen, rule_, plan, {pending_.of(kv), first_.of(kv)}, s);
     edits.store_as(plan);
   }

@@ -348,8 +348,11 @@ class Both {
         for (int h = 0; h < heads; ++h) {
           for (auto& list : of) list.emplace_back();
           int n = cpu.length(layer, slot, h);
-          if (n > 0 && pick(4) < odds) of[0].back() = {pick(n), pick(n)};
-          if (n > 0 && pick(4) < odds) of[1].back() = {pick(n--)};
+          if (n > 0 && pick(4) < odds) of[0].back() = {pick(n), pick(3) ? pick(n) : n - 1};
+          if (n > 0 && pick(4) < odds) of[1].back() = {pick(n)};
+          // Often the token that has come to the pair's first place leaves, as a policy would say.
+          if (!of[0].back().empty() && !of[1].back().empty() && pick(2)) of[1].back() = {of[0].back()[0]};
+          n -= static_cast<int>(of[1].back().size());
           // Mostly the page behind those of the second codec, as a policy would say.
           const int pages = (n + p - 1) / p, next = kv.lower_pages(slot, h);
           if (pages > 0 && pick(4) < odds) of[2].back() = {pick(4) && next < pages ? next : pick(pages)};
