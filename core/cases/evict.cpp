@@ -19,6 +19,7 @@ struct Evicting {
   By by;
   int rows, kv_heads, dim, page_size, keep;
   Pins pins;
+  bool joined = false;  // as a graph's step: on a GPU all layers evict in one launch
 };
 
 class EvictScene final : public Scene {
@@ -58,9 +59,13 @@ class EvictScene final : public Scene {
     }
   }
   void run(int layer) override {
+    if (of_.joined && layer == 0) store_->in_graph(true);
     Edits edits(layer);
     edits.evict_surplus(surplus_);
-    store_->apply(edits.all(), slots_);
+    store_->apply(edits.all(), slots_, nullptr, of_.joined);
+    if (!of_.joined || layer + 1 < layers_) return;
+    store_->end_layers();
+    store_->in_graph(false);
   }
   void check(Check& check) override {
     for (int step = 0; step < 3; ++step) {
@@ -75,7 +80,9 @@ class EvictScene final : public Scene {
         const float* of_head = (of_.by == By::column ? state : scores_).data() + n * static_cast<std::size_t>(head);
         wanted[lowest(wanted, of_head)] = wanted.back();
         wanted.pop_back();
-        check.equal(fmt::format("positions of head {} after step {}", head, step), positions(head), wanted);
+        for (int l = 0; l < layers_; ++l)
+          check.equal(fmt::format("positions of head {} of layer {} after step {}", head, l, step), positions(head, l),
+                      wanted);
       }
     }
     store_->check_invariants();
@@ -107,8 +114,9 @@ class EvictScene final : public Scene {
   View<const float, 3> scores() const {
     return View<const float, 3>::dense(scores_.data(), {of_.rows, of_.kv_heads, of_.keep + 1});
   }
-  std::vector<std::int32_t> positions(int head) const {
-    return store_->positions_by_place(0, slots_[static_cast<std::size_t>(head / of_.kv_heads)], head % of_.kv_heads);
+  std::vector<std::int32_t> positions(int head, int layer = 0) const {
+    return store_->positions_by_place(layer, slots_[static_cast<std::size_t>(head / of_.kv_heads)],
+                                      head % of_.kv_heads);
   }
   std::vector<float> states() {
     Place here(place_.stream().device());  // memory until the end of the call
@@ -145,8 +153,11 @@ class EvictScene final : public Scene {
 
 Case evicting(const Evicting& of) {
   const char* by = of.by == By::age ? "age" : of.by == By::score ? "score" : "column";
-  Case c{"evict", fmt::format("1 of {} tokens by {}, {} heads", of.keep + 1, by, of.rows * of.kv_heads)};
-  c.make = [of](Place& place, int copies) { return std::make_unique<EvictScene>(place, of, copies); };
+  Case c{"evict", fmt::format("1 of {} tokens by {}, {} heads{}", of.keep + 1, by, of.rows * of.kv_heads,
+                              of.joined ? ", all layers in a launch" : "")};
+  c.make = [of](Place& place, int copies) {
+    return std::make_unique<EvictScene>(place, of, of.joined ? std::max(copies, 3) : copies);
+  };
   c.prepared = c.in_graph = true;
   // Positions, and scores or states.
   c.work.bytes = 4. * of.rows * of.kv_heads * (of.keep + 1) * (of.by == By::age ? 1 : 2);
@@ -157,13 +168,17 @@ std::vector<Case> list() {
   std::vector<Case> v;
   for (const By by : {By::age, By::score, By::column})
     for (const int keep : {63, 64, 70}) v.push_back(evicting({by, 2, 3, 16, 8, keep, {3, 20}}));
-  // A layer of Llama-3.1-8B. More layers than a GPU's cache holds.
-  for (const int rows : {1, 8})
-    for (const By by : {By::age, By::score, By::column}) {
-      v.push_back(evicting({by, rows, 8, 128, 16, 2048, by == By::age ? Pins{4, 2044} : Pins{0, 1024}}));
-      v.back().timed_cuda = true;
-      v.back().copies = 32;
-    }
+  for (const By by : {By::age, By::column}) v.push_back(evicting({by, 2, 3, 16, 8, 70, {3, 20}, true}));
+  // The layers of Llama-3.1-8B, more than a GPU's cache holds. A line has the time of one layer. Only evictions by
+  // score have a launch for each layer in a step.
+  for (const bool joined : {false, true})
+    for (const int rows : {1, 8})
+      for (const By by : {By::age, By::score, By::column}) {
+        if (joined && by == By::score) continue;
+        v.push_back(evicting({by, rows, 8, 128, 16, 2048, by == By::age ? Pins{4, 2044} : Pins{0, 1024}, joined}));
+        v.back().timed_cuda = true;
+        v.back().copies = 32;
+      }
   return v;
 }
 
