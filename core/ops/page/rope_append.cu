@@ -4,7 +4,6 @@
 #include <type_traits>
 
 #include "base/finite.hpp"
-#include "base/lanes.cuh"
 #include "base/launch.cuh"
 #include "ops/page/codes.cuh"
 #include "ops/page/paged.cuh"
@@ -23,9 +22,9 @@ constexpr int most_dim = 2 * 32 * each;
 struct Args {
   RopeAppendArgs in;
   PageLayout layouts[DeviceKv::most_codecs];
-  int width = 0;         // lanes of a head, a power of two
-  int query_blocks = 0;  // where blocks of their own have a KV head each
-  float limit = 0;       // finite_limit of the cache's dtype
+  int shift = 0;       // 2^shift lanes have a head
+  int page_shift = 0;  // 2^page_shift is the page size; -1: it is no power of two
+  float limit = 0;     // finite_limit of the cache's dtype
 };
 
 __device__ __forceinline__ void load4(const float* from, float* to) {
@@ -39,6 +38,21 @@ __device__ __forceinline__ void store4(float* to, const float* x) {
 template <class T>
 __device__ __forceinline__ void store4(T* to, const float* x) {
   *reinterpret_cast<uint2*>(to) = make_uint2(Pair<T>::pack(x[0], x[1]), Pair<T>::pack(x[2], x[3]));
+}
+
+enum class Element { f32, f16, bf16, code8, code4, code2, e4m3 };  // of a stored row
+__device__ __forceinline__ Element element_of(DType dtype) {
+  return dtype == DType::f32 ? Element::f32 : dtype == DType::f16 ? Element::f16 : Element::bf16;
+}
+__device__ __forceinline__ constexpr bool coded(Element e) { return e >= Element::code8; }
+__device__ __forceinline__ constexpr int bits_of(Element e) {
+  return e == Element::f32 ? 32 : !coded(e) ? 16 : e == Element::code4 ? 4 : e == Element::code2 ? 2 : 8;
+}
+
+// Bytes of a token's key or value, row_bytes without a table of types.
+template <bool Coded>
+__device__ __forceinline__ int row_size(const PageLayout& l, CodecSide side) {
+  return l.head_dim * (Coded && side.bits ? side.bits : bits_of(element_of(l.dtype))) / 8;
 }
 
 // What read_row makes of a code. The host uses no fused multiply-add here either.
@@ -66,6 +80,19 @@ struct Head {
     else
       store(static_cast<__nv_bfloat16*>(out) + at, half, lane);
   }
+  // Returns what is stored.
+  template <class T>
+  __device__ Head store_rounded(T* x, int half, int lane) const {
+    Head out;
+    const auto four = [&](int at, const float* from, float* to) {
+      const uint2 words = make_uint2(Pair<T>::pack(from[0], from[1]), Pair<T>::pack(from[2], from[3]));
+      *reinterpret_cast<uint2*>(x + at) = words;
+      Pair<T>::unpack(words.x, to[0], to[1]), Pair<T>::unpack(words.y, to[2], to[3]);
+    };
+    four(each * lane, low, out.low);
+    four(half + each * lane, high, out.high);
+    return out;
+  }
   // All lanes of the warp must call it. A null weight leaves the head unchanged.
   __device__ void norm(const float* weight, float eps, int half, int lane, int width, bool mine) {
     float sum = 0;
@@ -90,71 +117,77 @@ struct Head {
   __device__ bool finite(float limit) const {
     bool all = true;
 #pragma unroll
-    for (int j = 0; j < each; ++j) all = all && fabsf(low[j]) < limit && fabsf(high[j]) < limit;
+    for (int j = 0; j < each; ++j) all = all & (fabsf(low[j]) < limit) & (fabsf(high[j]) < limit);
     return all;
   }
-  // Minimum and maximum of the head; all lanes of the warp must call it.
-  __device__ float2 range(int width, bool mine) const {
-    float lo = INFINITY, hi = -INFINITY;
+  // Least and greatest of the lane's elements.
+  __device__ float2 range() const {
+    float least = INFINITY, most = -INFINITY;
 #pragma unroll
     for (int j = 0; j < each; ++j)
-      if (mine) lo = fminf(lo, fminf(low[j], high[j])), hi = fmaxf(hi, fmaxf(low[j], high[j]));
-    for (int d = width / 2; d; d /= 2)
-      lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
-    return make_float2(lo, hi);
+      least = fminf(least, fminf(low[j], high[j])), most = fmaxf(most, fmaxf(low[j], high[j]));
+    return make_float2(least, most);
   }
   // Stores one side of a token as write_token does. Returns what read_row reads there. Without `Coded` no layout has
-  // codes, and the kernel is short.
+  // codes, and the kernel is short. range: of the head.
   template <bool Coded>
   __device__ Head encode(std::byte* frame, const PageLayout& l, bool key, int offset, int lane, float2 range) const {
     const int half = l.head_dim / 2;
     const CodecSide side = side_of(l, key);
-    std::byte* row = frame + row_offset(l, key, offset);
-    Head out = *this;
-    if (Coded && side.bits) {
-      const CodeScale of =
-          put_scale(code_scale(side, range.x, range.y), frame + meta_offset(l, key, offset), lane == 0);
-      const SharedScale shared(of);
-      const auto put = [&](int at, float* x) {
-        unsigned word = 0;
-#pragma unroll
-        for (int j = 0; j < each; ++j) {
-          const unsigned code = shared.code(side, x[j]);
-          word |= code << side.bits * j;
-          x[j] = decode(value_of(side, code), of.scale, of.zero);
-        }
-        std::byte* to = row + at * side.bits / 8;
-        if (side.bits == 8)
-          *reinterpret_cast<unsigned*>(to) = word;
-        else if (side.bits == 4)
-          *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(word);
-        else
-          *to = static_cast<std::byte>(word);
-      };
-      put(each * lane, out.low);
-      put(half + each * lane, out.high);
-    } else if (l.dtype == DType::f32) {
+    std::byte* row = frame + (key ? l.k : l.v) + offset * row_size<Coded>(l, side);
+    if (!Coded || !side.bits) {
+      if (l.dtype == DType::f16) return store_rounded(reinterpret_cast<__half*>(row), half, lane);
+      if (l.dtype == DType::bf16) return store_rounded(reinterpret_cast<__nv_bfloat16*>(row), half, lane);
       store(reinterpret_cast<float*>(row), half, lane);
-    } else {
-      round(row, l.dtype, 0, half, lane);
-      const bool f16 = l.dtype == DType::f16;
-      const auto rounded = [=](float x) {
-        return f16 ? __half2float(__float2half_rn(x)) : __bfloat162float(__float2bfloat16_rn(x));
-      };
+      return *this;
+    }
+    const CodeScale of = put_scale(code_scale(side, range.x, range.y), frame + meta_offset(l, key, offset), lane == 0);
+    const SharedScale shared(of);
+    Head out = *this;
+    unsigned words[2] = {};
+    const auto code_all = [&](const auto& code_of, const auto& number_of) {
 #pragma unroll
-      for (int j = 0; j < each; ++j) out.low[j] = rounded(low[j]), out.high[j] = rounded(high[j]);
+      for (int j = 0; j < 2 * each; ++j) {
+        float& x = j < each ? out.low[j % each] : out.high[j % each];
+        const unsigned code = code_of(x);
+        words[j / each] |= code << side.bits * (j % each);
+        x = decode(number_of(code), of.scale, of.zero);
+      }
+    };
+    // One branch for all elements, so that they are computed side by side.
+    if (side.kind == CodeKind::e4m3)
+      code_all([&](float x) { return e4m3_of_floats(shared.e4m3(x), 0) & 0xffu; },
+               [](unsigned code) { return from_e4m3(code); });
+    else
+      code_all([&](float x) { return shared.integer(x, side.bits); },
+               [](unsigned code) { return static_cast<float>(code); });
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      std::byte* to = row + (h * half + each * lane) * side.bits / 8;
+      if (side.bits == 8)
+        *reinterpret_cast<unsigned*>(to) = words[h];
+      else if (side.bits == 4)
+        *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(words[h]);
+      else
+        *to = static_cast<std::byte>(words[h]);
     }
     return out;
   }
 };
 
-enum class Element { f32, f16, bf16, code8, code4, code2, e4m3 };  // of a stored row
-__device__ __forceinline__ Element element_of(DType dtype) {
-  return dtype == DType::f32 ? Element::f32 : dtype == DType::f16 ? Element::f16 : Element::bf16;
-}
-__device__ __forceinline__ constexpr bool coded(Element e) { return e >= Element::code8; }
-__device__ __forceinline__ constexpr int bits_of(Element e) {
-  return e == Element::f32 ? 32 : !coded(e) ? 16 : e == Element::code4 ? 4 : e == Element::code2 ? 2 : 8;
+// Joins ranges of 2^shift lanes, side by side; all lanes of the warp must call it.
+template <int Count>
+__device__ __forceinline__ void join_ranges(float2 (&of)[Count], int shift) {
+#pragma unroll
+  for (int at = 4; at >= 0; --at) {
+    if (at >= shift) continue;
+    float2 other[Count];
+#pragma unroll
+    for (int i = 0; i < Count; ++i)
+      other[i] = make_float2(__shfl_xor_sync(~0u, of[i].x, 1 << at), __shfl_xor_sync(~0u, of[i].y, 1 << at));
+#pragma unroll
+    for (int i = 0; i < Count; ++i) of[i] = make_float2(fminf(of[i].x, other[i].x), fmaxf(of[i].y, other[i].y));
+  }
 }
 
 // stored_bounds: the kernel widens the stored bounds by the new key. For bounds, mean and centre it reads all keys of
@@ -245,7 +278,7 @@ class Column {
   __device__ __forceinline__ void load(int bits, const std::byte* frame, const PageLayout& l, int begin, int tokens,
                                        int d) {
     const int step = l.head_dim * bits / 8;
-    const std::byte* row = frame + row_offset(l, true, begin) + d * bits / 8;
+    const std::byte* row = frame + l.k + begin * step + d * bits / 8;
     const auto each_key = [&](const auto& take) {
 #pragma unroll
       for (int j = 0; j < batch; ++j, row += step) {
@@ -288,7 +321,9 @@ class Column {
 // numbers.
 template <bool Mean>
 __device__ void put_codes(float* ends, int dim, float least, float most, std::byte* summary) {
-  least = least_of_lanes(least), most = most_of_lanes(most);
+  float2 range[1] = {make_float2(least, most)};
+  join_ranges(range, 5);
+  least = range[0].x, most = range[0].y;
   float* of_warps = ends + 2 * most_dim;
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 16] = least, of_warps[threadIdx.x / 16 + 1] = most;
   __syncthreads();
@@ -387,22 +422,14 @@ struct Place {
   int frame = null_frame, codec = 0;  // null_frame: no place; *error has the reason
 };
 
-__device__ __forceinline__ std::int32_t* length_of(const RopeAppendArgs& a, int slot, int head) {
-  return a.length.data + slot * a.length.stride[0] + head * a.length.stride[1];
-}
-
 __device__ __forceinline__ std::byte* summary_of(const RopeAppendArgs& a, int slot, int head, int page) {
   const auto& stride = a.summaries.stride;
   return a.summaries.data + slot * stride[0] + head * stride[1] + page * stride[2];
 }
 
-__device__ __forceinline__ PageEntry* entry_of(const RopeAppendArgs& a, int slot, int head, int page) {
-  const auto& stride = a.table.stride;
-  return a.table.data + slot * stride[0] + head * stride[1] + page * stride[2];
-}
-
-// Returns the place of the head's next token and enters it in table and length. last: the entry of its page.
-__device__ Place take_place(const RopeAppendArgs& a, int slot, int head, int page, int offset, const PageEntry& last) {
+// Returns the place of the head's next token and enters it in length and the entry of its page. last: that entry.
+__device__ Place take_place(const RopeAppendArgs& a, std::int32_t* length, PageEntry* entry, int page, int offset,
+                            const PageEntry& last) {
   Place p;
   const auto fail = [&](int why) {
     atomicOr(a.error, why);
@@ -410,7 +437,6 @@ __device__ Place take_place(const RopeAppendArgs& a, int slot, int head, int pag
     return p;
   };
   if (page >= a.table.extent[2]) return fail(append_no_page);
-  PageEntry* e = entry_of(a, slot, head, page);
   if (offset == 0) {
     const int next = atomicAdd(a.pool.taken, 1);
     if (next >= *a.pool.given) {
@@ -423,53 +449,63 @@ __device__ Place take_place(const RopeAppendArgs& a, int slot, int head, int pag
     fresh.frame = p.frame;
     fresh.tokens = 1;
     fresh.codec = static_cast<std::uint8_t>(p.codec);
-    *e = fresh;
+    *entry = fresh;
   } else {
     if (last.frame < 0) return fail(append_page_absent);
     p.frame = last.frame;
     p.codec = last.codec;
-    e->tokens = static_cast<std::uint16_t>(offset + 1);
+    entry->tokens = static_cast<std::uint16_t>(offset + 1);
   }
-  *length_of(a, slot, head) = page * a.layouts->page_size + offset + 1;
+  *length = page * a.layouts->page_size + offset + 1;
   return p;
 }
 
+// A block works for row blockIdx.y.
 template <Summed How, bool Coded>
 __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_constant__ Args all) {
   RopeAppendArgs a = all.in;
   a.layouts = all.layouts;
-  // Where the kernel reads a page's keys, blocks of their own have a KV head each. Lanes of the first warp append.
-  const bool whole_block = reads_page(How) && blockIdx.x >= static_cast<unsigned>(all.query_blocks);
-  const int width = all.width, lane = threadIdx.x % width, dim = a.head_dim, half = dim / 2,
-            index = whole_block ? static_cast<int>(blockIdx.x) - all.query_blocks
-                                : static_cast<int>(blockIdx.x * threads + threadIdx.x) / width,
-            heads = whole_block       ? a.kv_heads
-                    : reads_page(How) ? a.heads
-                                      : a.heads + a.kv_heads;
-  const bool of_row = index < a.rows * heads, there = of_row && (!whole_block || threadIdx.x < width),
+  // Where the kernel reads a page's keys, blocks of their own have a KV head each. Its key, its value and its place are
+  // then the work of a warp each. Elsewhere the same lanes do all of a head.
+  constexpr int warp_of_key = 0, warp_of_value = 1, warp_of_place = 2;
+  const int first_of_heads = reads_page(How) ? a.kv_heads : 0, block = static_cast<int>(blockIdx.x);
+  const bool whole_block = reads_page(How) && block < first_of_heads;
+  const auto does = [&](int warp) { return !whole_block || static_cast<int>(threadIdx.x / 32) == warp; };
+  const int width = 1 << all.shift, lane = static_cast<int>(threadIdx.x) & (width - 1), dim = a.head_dim,
+            half = dim / 2, row = static_cast<int>(blockIdx.y);
+  const int head =
+      whole_block ? a.heads + block : ((block - first_of_heads) * threads + static_cast<int>(threadIdx.x)) >> all.shift;
+  const bool of_row = head < a.heads + (whole_block || !reads_page(How) ? a.kv_heads : 0),
+             there = of_row && (!whole_block || static_cast<int>(threadIdx.x % 32) < width),
              mine = there && lane < half / each;
-  const int row = of_row ? index / heads : 0, head = (of_row ? index % heads : 0) + (whole_block ? a.heads : 0);
   const bool query = head < a.heads;
   float* x = a.qkv + row * a.qkv_stride + std::int64_t{head} * dim;
   let_successor_start();
   const int at = a.position[row], slot = a.slots[row];
-  const bool known = at >= 0 && at < a.angles, works = mine && known;
+  // No slot is negative. The condition has both loads start together.
+  const bool known = at >= 0 && at < a.angles && slot >= 0;
+  const bool has_key = mine && does(warp_of_key), has_value = mine && !query && does(warp_of_value),
+             places = there && lane == 0 && does(warp_of_place);
   Angles angles;
-  if (works) angles.load(a, at, lane);
-  const int page_size = a.layouts->page_size, likely = known ? at / page_size : 0;
+  if (has_key && known) angles.load(a, at, lane);
+  const int page_size = a.layouts->page_size;
+  const auto page_of = [&](int token) { return all.page_shift < 0 ? token / page_size : token >> all.page_shift; };
+  const int likely = known ? page_of(at) : 0;
   wait_for_predecessor();
   Head h, value;
-  if (mine) h.load(x, half, lane);
-  if (mine && !query) value.load(x + std::int64_t{a.kv_heads} * dim, half, lane);
+  if (has_key) h.load(x, half, lane);
+  if (has_value) value.load(x + std::int64_t{a.kv_heads} * dim, half, lane);
   // A head that has lost no token appends to the page of the text position. What the page's entry says, and its
   // stored bounds, then come together with the length. Else they are loaded once more.
-  const int kv_head = head - a.heads;
+  const int kv_head = query ? 0 : head - a.heads;
   const bool appends = of_row && !query;
+  PageEntry* entries = a.table.data + slot * a.table.stride[0] + kv_head * a.table.stride[1];
+  std::int32_t* length = a.length.data + slot * a.length.stride[0] + kv_head * a.length.stride[1];
   PageEntry last;
   StoredBound least, most;
   const auto load_page = [&](int page) {
     if (!appends || page >= a.table.extent[2]) return;
-    last = *entry_of(a, slot, kv_head, page);
+    last = entries[page * a.table.stride[2]];
     if constexpr (How == Summed::stored_bounds) {
       if (!mine) return;
       const std::byte* summary = summary_of(a, slot, kv_head, page);
@@ -479,9 +515,9 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
     }
   };
   load_page(likely);
-  const int n = appends ? *length_of(a, slot, kv_head) : 0;
+  const int n = appends ? *length : 0;
   int page = likely, offset = n - likely * page_size;
-  if (offset < 0 || offset >= page_size) page = n / page_size, offset = n % page_size, load_page(page);
+  if (offset < 0 || offset >= page_size) page = page_of(n), offset = n - page * page_size, load_page(page);
   const std::byte* keys = a.base + std::int64_t{last.frame} * granule_bytes;
   const PageLayout& of_keys = a.layouts[offset > 0 ? last.codec : a.codec];
   const int before = offset > 0 && last.frame >= 0 && page < a.table.extent[2] ? offset : 0;
@@ -489,56 +525,68 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   if constexpr (reads_page(How))
     if (whole_block && static_cast<int>(threadIdx.x) < dim) {
       const int codes = Coded ? of_keys.codec.k.bits : 0;
-      column.load(codes ? codes : 8 * static_cast<int>(size_of(of_keys.dtype)), keys, of_keys, 0, before,
+      column.load(codes ? codes : bits_of(element_of(of_keys.dtype)), keys, of_keys, 0, before,
                   static_cast<int>(threadIdx.x));
     }
+  float2 ranges[2] = {};  // of key and value
+  const auto turn = [&] {
+    if (a.query_norm || a.key_norm) h.norm(query ? a.query_norm : a.key_norm, a.eps, half, lane, width, has_key);
+    if (a.turn) h.rotate(angles.cosine, angles.sine);
+    if (has_key && known) h.store(x, half, lane);
+    const bool finite = (!has_key || h.finite(query ? INFINITY : all.limit)) && (!has_value || value.finite(all.limit));
+    if (!finite && known && a.nonfinite) a.nonfinite[row * a.nonfinite_step] = 1;
+    if (has_key && known && query && a.rounded)
+      h.round(a.rounded, a.rounded_dtype, (std::int64_t{row} * a.heads + head) * dim, half, lane);
+    if constexpr (Coded) {
+      ranges[0] = ranges[1] = make_float2(INFINITY, -INFINITY);
+      if (mine) ranges[0] = h.range(), ranges[1] = value.range();
+      if (__any_sync(~0u, mine && !query)) join_ranges(ranges, all.shift);
+    }
+  };
+  if constexpr (!reads_page(How)) turn();  // while the page's entry comes
   // take_place changes the length and the entry that all lanes of the head read.
   if (whole_block)
     __syncthreads();
   else
     __syncwarp();
   Place p;
-  if (there && lane == 0) {
+  if (places) {
     if (!known)
       atomicOr(a.error, append_no_angle);
     else if (!query)
-      p = take_place(a, slot, kv_head, page, offset, last);
+      p = take_place(a, length, entries + page * a.table.stride[2], page, offset, last);
   }
-  if (a.query_norm || a.key_norm) h.norm(query ? a.query_norm : a.key_norm, a.eps, half, lane, width, mine);
-  if (a.turn) h.rotate(angles.cosine, angles.sine);
-  if (works) h.store(x, half, lane);
-  if (works && a.nonfinite && !(query ? h.finite(INFINITY) : h.finite(all.limit) && value.finite(all.limit)))
-    a.nonfinite[row * a.nonfinite_step] = 1;
-  if (works && query && a.rounded)
-    h.round(a.rounded, a.rounded_dtype, (std::int64_t{row} * a.heads + head) * dim, half, lane);
-
-  const int first = threadIdx.x % 32 / width * width;
-  p.frame = __shfl_sync(~0u, p.frame, first);
-  p.codec = __shfl_sync(~0u, p.codec, first);
-  float2 key_range = make_float2(0, 0), value_range = key_range;
-  if constexpr (Coded) key_range = h.range(width, mine), value_range = value.range(width, mine);
+  if constexpr (reads_page(How)) turn();
+  if (whole_block) {
+    __shared__ int taken[2];
+    if (places) taken[0] = p.frame, taken[1] = p.codec;
+    __syncthreads();
+    p.frame = taken[0], p.codec = taken[1];
+  } else {
+    const int first = static_cast<int>(threadIdx.x % 32) - lane;
+    p.frame = __shfl_sync(~0u, p.frame, first);
+    p.codec = __shfl_sync(~0u, p.codec, first);
+  }
   const PageLayout& l = a.layouts[p.codec];
   std::byte* frame = a.base + std::int64_t{p.frame} * granule_bytes;
-  const bool placed = there && p.frame >= 0;
+  const bool placed = p.frame >= 0;
   Head key;
-  if (placed && mine) {
-    key = h.encode<Coded>(frame, l, true, offset, lane, key_range);
-    value.encode<Coded>(frame, l, false, offset, lane, value_range);
+  if (placed && has_key) key = h.encode<Coded>(frame, l, true, offset, lane, ranges[0]);
+  if (placed && has_value) value.encode<Coded>(frame, l, false, offset, lane, ranges[1]);
+  if (placed && places) {
+    reinterpret_cast<std::int32_t*>(frame + l.positions)[offset] = at;
+    if (How != Summed::nothing && offset == 0) atomicAdd(a.pages, 1);
   }
-  if (placed && lane == 0) reinterpret_cast<std::int32_t*>(frame + l.positions)[offset] = at;
-  for (int c = lane; placed && c < l.state_columns; c += width)
+  for (int c = lane; placed && there && does(warp_of_place) && c < l.state_columns; c += width)
     reinterpret_cast<float*>(frame + l.state)[std::int64_t{c} * l.page_size + offset] = 0;
-  if (How != Summed::nothing && placed && lane == 0 && offset == 0) atomicAdd(a.pages, 1);
   if constexpr (reads_page(How)) {
-    if (!whole_block) return;  // a query
+    if (!whole_block || !placed) return;  // a query, or no place
     __shared__ float4 aligned[page_room(How) / 4];
-    __shared__ bool has_place;
     float* appended = reinterpret_cast<float*>(aligned);
-    if (mine) key.store(appended, half, lane);
-    if (threadIdx.x == 0) has_place = placed;
+    if (has_key) key.store(appended, half, lane);
     __syncthreads();
-    if (has_place) sum_page<How>(column, keys, of_keys, before, appended, summary_of(a, slot, kv_head, page));
-  } else if (How == Summed::stored_bounds && placed && mine) {
+    sum_page<How>(column, keys, of_keys, before, appended, summary_of(a, slot, kv_head, page));
+  } else if (How == Summed::stored_bounds && placed && has_key) {
     write_bounds(summary_of(a, slot, kv_head, page), l, least, most, key, offset == 0, lane);
   }
 }
@@ -619,7 +667,9 @@ static void rope_append_cuda(const RopeAppendArgs& in, Stream s) {
   }
   Args a;
   a.in = in;
-  a.width = width;
+  a.shift = std::countr_zero(static_cast<unsigned>(width));
+  const auto page_size = static_cast<unsigned>(in.layouts->page_size);
+  a.page_shift = std::has_single_bit(page_size) ? std::countr_zero(page_size) : -1;
   a.limit = finite_limit(in.layouts->dtype);
   bool coded = false;
   for (int c = 0; c < in.codecs; ++c) {
@@ -627,12 +677,12 @@ static void rope_append_cuda(const RopeAppendArgs& in, Stream s) {
     coded = coded || in.layouts[c].codec.k.bits || in.layouts[c].codec.v.bits;
   }
   const auto kernel = coded ? kernel_of<true>(in) : kernel_of<false>(in);
-  unsigned all = blocks(heads);
-  if (in.summary != Summary::none && !(in.summary == Summary::min_max && in.summary_bits == 16 && in.bounds_hold)) {
-    a.query_blocks = static_cast<int>(blocks(in.heads));
-    all = static_cast<unsigned>(a.query_blocks + in.rows * in.kv_heads);
-  }
-  launch("rope_append", kernel, all, threads, 0, stream_of(s), true, a);
+  const bool reads =
+      in.summary != Summary::none && !(in.summary == Summary::min_max && in.summary_bits == 16 && in.bounds_hold);
+  const auto blocks_of = [&](int units) { return static_cast<unsigned>((units * width + threads - 1) / threads); };
+  const dim3 grid(reads ? static_cast<unsigned>(in.kv_heads) + blocks_of(in.heads) : blocks_of(heads),
+                  static_cast<unsigned>(in.rows));
+  launch("rope_append", kernel, grid, threads, 0, stream_of(s), true, a);
 }
 KVLAB_ON_CUDA(rope_append, rope_append_cuda);
 
