@@ -322,6 +322,7 @@ struct CodeRows : CodePages<Page, Page*(Dim*(K::bits + V::bits) / 8 + 8)> {
 
   // o = sums of probabilities times values.
   __device__ __forceinline__ void finish() {
+    const float inverse = 1 / unit_scale;  // exact: it is a power of two
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       zeros[h] = sum_of_lanes<4, 16>(zeros[h]);
@@ -331,7 +332,7 @@ struct CodeRows : CodePages<Page, Page*(Dim*(K::bits + V::bits) / 8 + 8)> {
         for (int r = 0; r < 2; ++r) {
           float& x = o[0][t][2 * r + h];
           if constexpr (V::biased) x = (x - 1024 * all[h]) / static_cast<float>(1 << V::shift_of(2 * t + r));
-          x = x / unit_scale + zeros[h];
+          x = x * inverse + zeros[h];
         }
     }
   }

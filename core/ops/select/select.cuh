@@ -37,6 +37,13 @@ __device__ __forceinline__ unsigned score_key(float score) {
 __device__ __forceinline__ float score_of_key(unsigned key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
+// The least and the greatest of the lanes' numbers, which are not NaN, by an instruction each. -0 counts as 0.
+__device__ __forceinline__ float least_number(float x) {
+  return score_of_key(__reduce_min_sync(all_lanes, score_key(x)));
+}
+__device__ __forceinline__ float greatest_number(float x) {
+  return score_of_key(__reduce_max_sync(all_lanes, score_key(x)));
+}
 __device__ __forceinline__ unsigned long long selection_key(float score, unsigned index) {
   return static_cast<unsigned long long>(score_key(score)) << 32 | (0xffffffffu - index);
 }

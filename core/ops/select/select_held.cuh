@@ -119,14 +119,14 @@ struct Held {
 #pragma unroll
       for (int i = 0; i < each; ++i) widen(level(x[i], shares), low, high);
     }
-    low = cuda::least_of_lanes(low), high = cuda::most_of_lanes(high);
+    low = least_number(low), high = greatest_number(high);
     if (lane == 0) s.low[warp] = low, s.high[warp] = high;
 #pragma unroll
     for (int i = 0; i < select_bins / Threads; ++i) s.bins[i * Threads + threadIdx.x] = 0;
     if (threadIdx.x == 0) s.candidates = 0;
     __syncthreads();
     low = s.low[lane % warps], high = s.high[lane % warps];
-    low = cuda::least_of_lanes<warps / 2>(low), high = cuda::most_of_lanes<warps / 2>(high);
+    low = least_number(low), high = greatest_number(high);
 
     // At least `wanted` entries reach `edge`: the greatest of as many fours do. Half a bin exceeds bin_of's error.
     float edge = -INFINITY;
