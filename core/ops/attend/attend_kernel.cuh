@@ -630,10 +630,12 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     if (sums && threadIdx.x == 0) add_released(a.arrived + of, 1);
   }
   if (!sums) return;
-  if (threadIdx.x < 2 && parts[threadIdx.x] > 0 && !merges[threadIdx.x])
-    wait_for_merge(a.arrived + (threadIdx.x ? last_pair : first_pair), parts[threadIdx.x]);
-  __syncthreads();
-  if constexpr (!Rows::listed) add_shares(a, pairs, line, begin, end);
+  if constexpr (!Rows::listed)
+    add_shares(a, pairs, line, begin, end, [&] {
+      if (threadIdx.x < 2 && parts[threadIdx.x] > 0 && !merges[threadIdx.x])
+        wait_for_merge(a.arrived + (threadIdx.x ? last_pair : first_pair), parts[threadIdx.x]);
+      __syncthreads();
+    });
 }
 
 // maps: of the rest and of the lower runs, or of all rows.

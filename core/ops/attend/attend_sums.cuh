@@ -16,52 +16,63 @@ __device__ __forceinline__ void wait_for_merge(int* arrived, int parts) {
 // A token's probability of the group, from those of its query heads, which come in order.
 struct GroupSum {
   float value = 0;
-  __device__ __forceinline__ void add(GroupRule rule, int head, float x) {
-    value = head == 0 ? x : rule != GroupRule::max ? value + x : value < x ? x : value;
+  // Without branches, so that the tokens of a lane are added side by side.
+  __device__ __forceinline__ void add(bool max, int head, float x) {
+    const float most = value < x ? x : value, next = max ? most : value + x;
+    value = head == 0 ? x : next;
   }
 };
 
-// Tokens t, t + 1, t + 8 and t + 9 of a record, which a lane adds. Loads of several such objects run at once.
+// Tokens t, t + 1, t + 8 and t + 9 of a record, which a lane adds: find, ask, add. Loads of several such objects run at
+// once.
 struct FourTokens {
   static constexpr int count = 4, at_once = 2;  // tokens; pairs of query heads whose shares are loaded together
 
-  float* state = nullptr;  // of token t; null = there is nothing to add
+  int left = 0;  // tokens from t on that are there; 0 = there is nothing to add
+  PageEntry page;
+  float* state;  // of token t
+  int offset;    // of token t in its page
   const std::byte *high, *shares;
   const float* lse;
-  int left;  // tokens from t on that are there
   float2 old[2];
-  uint2 highs[at_once], of[at_once][2];
+  uint2 highs[at_once] = {}, of[at_once][2] = {};
 
-  // x: the unit; four: which of its tokens.
+  // x: the unit; four: which of its tokens; pair: that of x or one before it.
   template <int Runs>
-  __device__ __forceinline__ void find(const Args& a, const Pairs<Runs>& pairs, const UnitLine<Runs>& line, int x,
-                                       int four) {
+  __device__ __forceinline__ void find(const Args& a, const Pairs<Runs>& pairs, int pair, int x, int four) {
     constexpr int of_record = MassShares::tokens / count;
-    const int pair = line.pair_of(x), run = pairs.run_of(pair, x), t = four % of_record * 2,
+    while (pairs.end(pair) <= x) ++pair;
+    const int run = pairs.run_of(pair, x), t = four % of_record * 2,
               in_run = (x - pairs.begin(pair, run)) * pairs.unit + four / of_record * MassShares::tokens + t;
     left = pairs.tokens(pair, run) - in_run;
     if (left <= 0) return;
     const int row = a.pair_of.row(pair), head = pair - row * a.kv_heads, slot = a.slots[row];
     const PageEntry* entries = a.table + slot * a.table_slot + head * a.table_head;
-    int page = in_run / a.page_size;
-    const int offset = in_run - page * a.page_size;
-    if (a.list) page = a.list[row * a.list_row + head * a.list_head + page];
-    if (Runs == 2 && run == 1) page += lower_pages_of(a, slot, head);
-    const PageEntry e = entries[page];
-    if (e.frame < 0) {
-      if (a.error) atomicOr(a.error, page_absent);
-      return;
-    }
-    state = reinterpret_cast<float*>(const_cast<std::byte*>(a.base) + e.frame * granule_bytes +
-                                     (e.codec ? a.state.at[1] : a.state.at[0])) +
-            offset;
-    const int record = (page * a.page_size + offset) / MassShares::tokens;
+    const int shift = __ffs(a.page_size) - 1;  // a record divides a page, and these pages are powers of two
+    int place = in_run >> shift;
+    offset = in_run & (a.page_size - 1);
+    if (a.list) place = a.list[row * a.list_row + head * a.list_head + place];
+    if (Runs == 2 && run == 1) place += lower_pages_of(a, slot, head);
+    page = entries[place];
+    const int record = (place * a.page_size + offset) / MassShares::tokens;
     high = a.shares.of(row, head) + std::int64_t{record} * a.shares.record;
     shares = high + a.shares.behind_high + t * ((a.group + 1) / 2) * a.shares.of_pair;
     lse = a.lse + row * a.lse_row + head * a.group;
+    load(a, 0);
+  }
+  // Starts the loads that need the page's entry.
+  __device__ __forceinline__ void ask(const Args& a) {
+    if (left <= 0) return;
+    if (page.frame < 0) {
+      if (a.error) atomicOr(a.error, page_absent);
+      left = 0;
+      return;
+    }
+    state = reinterpret_cast<float*>(const_cast<std::byte*>(a.base) + page.frame * granule_bytes +
+                                     (page.codec ? a.state.at[1] : a.state.at[0])) +
+            offset;
 #pragma unroll
     for (int k = 0; k < 2; ++k) old[k] = reinterpret_cast<const float2*>(state)[4 * k];
-    load(a, 0);
   }
   // Pairs of query heads from `first` on.
   __device__ __forceinline__ void load(const Args& a, int first) {
@@ -75,26 +86,32 @@ struct FourTokens {
     }
   }
   __device__ __forceinline__ void add(const Args& a) {
-    if (!state) return;
+    if (left <= 0) return;
     if (a.group == 1) {  // a word has the shares of t and t + 8, the next one those of t + 1 and t + 9
       const uint2 both = of[0][0];
       of[0][0] = make_uint2(both.x & 0xffffu, both.x >> 16), of[0][1] = make_uint2(both.y & 0xffffu, both.y >> 16);
     }
+    const bool max = a.rule == GroupRule::max;
     GroupSum sum[2][2];  // [token / 8, token % 2]
 #pragma unroll 1
     for (int first = 0; 2 * first < a.group; first += at_once) {
       if (first > 0) load(a, first);
+      float factor[2 * at_once];
+#pragma unroll
+      for (int j = 0; j < 2 * at_once; ++j) {
+        const float top = __uint_as_float(j % 2 ? highs[j / 2].y : highs[j / 2].x);
+        const float power = exp2_fast(top - lse[min(2 * first + j, a.group - 1)] * log2e);
+        factor[j] = top == -INFINITY ? 0.f : power;
+      }
 #pragma unroll
       for (int j = 0; j < 2 * at_once; ++j) {
         const int p = j / 2, h = j % 2, head = 2 * first + j;
         if (head >= a.group) continue;
-        const float top = __uint_as_float(h ? highs[p].y : highs[p].x);
-        const float factor = top == -INFINITY ? 0.f : exp2_fast(top - lse[head] * log2e);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           float x[2];
           Pair<__half>::unpack(k / 2 ? of[p][k % 2].y : of[p][k % 2].x, x[0], x[1]);
-          sum[k / 2][k % 2].add(a.rule, head, x[h] * factor);
+          sum[k / 2][k % 2].add(max, head, x[h] * factor[j]);
         }
       }
     }
@@ -110,18 +127,24 @@ struct FourTokens {
   }
 };
 
-// Adds the mass of a warp's units [begin, end). The block has waited for their merges.
-template <int Runs>
+// Adds the mass of a warp's units [begin, end). wait() returns once the block's pairs are merged, and all warps call
+// it. The first loads start before that.
+template <int Runs, class Wait>
 __device__ __forceinline__ void add_shares(const Args& a, const Pairs<Runs>& pairs, const UnitLine<Runs>& line,
-                                           int begin, int end) {
-  constexpr int at_once = 2;
-  const int of_unit = pairs.unit / FourTokens::count, count = (end - begin) * of_unit;
+                                           int begin, int end, const Wait& wait) {
+  constexpr int at_once = 4;
+  const int of_unit = pairs.unit / FourTokens::count, count = (end - begin) * of_unit, lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int i = threadIdx.x % 32; i < count; i += 32 * at_once) {
+  for (int first = 0, pair = line.pair_of(begin); first == 0 || first < count; first += 32 * at_once) {
+    while (first < count && pairs.end(pair) <= begin + first / of_unit) ++pair;
     FourTokens tokens[at_once];
 #pragma unroll
     for (int n = 0; n < at_once; ++n)
-      if (const int at = i + 32 * n; at < count) tokens[n].find(a, pairs, line, begin + at / of_unit, at % of_unit);
+      if (const int at = first + 32 * n + lane; at < count)
+        tokens[n].find(a, pairs, pair, begin + at / of_unit, at % of_unit);
+#pragma unroll
+    for (int n = 0; n < at_once; ++n) tokens[n].ask(a);
+    if (first == 0) wait();
 #pragma unroll
     for (int n = 0; n < at_once; ++n) tokens[n].add(a);
   }
