@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <string>
 
-#include "base/lanes.cuh"
 #include "base/launch.cuh"
 #include "ops/score/verify.hpp"
 #include "ops/select/surplus.cuh"
@@ -81,6 +80,13 @@ struct alignas(16) Found {
   unsigned long long worst;  // least key of a token that is not pinned
   unsigned first, last;      // tokens that pins of the first and of the last ones cover
 };
+
+// The least key of the lanes: its upper half first.
+__device__ __forceinline__ unsigned long long least_key(unsigned long long key) {
+  const unsigned upper = static_cast<unsigned>(key >> 32), high = __reduce_min_sync(all_lanes, upper),
+                 low = __reduce_min_sync(all_lanes, upper == high ? static_cast<unsigned>(key) : ~0u);
+  return static_cast<unsigned long long>(high) << 32 | low;
+}
 
 // Closes the hole of the only token that leaves. `last` has the token of place n - 1.
 template <class Unit>
@@ -271,7 +277,7 @@ __global__ void __launch_bounds__(threads)
 #pragma unroll
       for (int i = 0; i < rounds; ++i) frames[i] = frame_of(4 * (begin + (rounds + i) * threads) >> shift);
     }
-    own.worst = least_of_lanes(own.worst);
+    own.worst = least_key(own.worst);
     own.first = __reduce_add_sync(all_lanes, own.first);
     if constexpr (by != By::age) own.last = __reduce_add_sync(all_lanes, own.last);
     if (mine % 32 == 0) found[mine / 32] = own;
