@@ -212,8 +212,9 @@ __global__ void __launch_bounds__(copy_threads) fetch_kernel(const __grid_consta
     }
     __syncthreads();
   }
+  // Edits of the stream may count themselves beside it, so `last_edit` is theirs.
   for (int i = 0; mine == 0 && blockIdx.x == 0 && i < f.count; ++i)
-    if (s.fired[i] && !f.of[i].held) count_fired(f.first, f.of[i].edit);
+    if (s.fired[i] && !f.of[i].held) atomicAdd(&f.first.counters->fired, 1ull);
 }
 
 // Grid [row and kv_head]. out, out_count: [row, kv_head], dense. A bad list becomes an empty one. It counts the edit

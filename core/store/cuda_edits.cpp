@@ -357,7 +357,10 @@ Applied CudaStore::fetch_tokens(const Edit& e, const std::vector<std::int32_t>& 
     fetches_.push_back(a);
     return {Fit::ok, -1};
   }
-  if (late_ && in_graph_ && e.list.slots) {
+  const Heads& of = e.heads;
+  const bool lasts = e.list.slots && !workspace_.is_scratch(of.flags.data) && !workspace_.is_scratch(of.steps) &&
+                     !workspace_.is_scratch(of.classes);
+  if (late_ && in_graph_ && lasts) {
     if (!joins) fetch_waiting();
     fetches_.push_back(a);
     const int follow = options_.shape.layers - 1 - e.layer;  // so that little travels when the last layer has ended

@@ -22,7 +22,7 @@ struct Drifting : CellFixture {
   explicit Drifting(std::shared_ptr<const Model> m)
       : CellFixture(std::move(m),
                     policy_of("{heterocache: {threshold: 0, window: 1, check_every: 2, stagger: false, "
-                              "budget: {ratio: 0.6}}}",
+                              "asynchrony: false, budget: {ratio: 0.6}}}",
                               page),
                     {Metric::memory}) {
     // Its hash is recorded; the roles are those below.
