@@ -15,15 +15,15 @@ constexpr int carrying_warps = 16, carried_ahead = 8;  // at most, of a block an
 // read the host.
 struct CarryRoom {
   int warps = carrying_warps, ahead = 0;
-  unsigned bytes = 0, stage = 0;  // of a page on the host, and of its place
+  unsigned bytes = 0;  // of a page on the host, which granule_bytes divides
 };
 
 constexpr unsigned carry_barriers = carrying_warps * carried_ahead * sizeof(std::uint64_t);
 
 inline CarryRoom carry_room(const PageLayout& host) {
   CarryRoom r;
-  r.bytes = static_cast<unsigned>(host.bytes), r.stage = (r.bytes + 127) / 128 * 128;
-  const int stages = static_cast<int>((sizeof(cuda::RelayShared) - carry_barriers) / r.stage);
+  r.bytes = static_cast<unsigned>(host.bytes);
+  const int stages = static_cast<int>((sizeof(cuda::RelayShared) - carry_barriers) / r.bytes);
   if (stages < 2) return r;
   r.warps = std::min(carrying_warps, stages / 2);
   r.ahead = std::min(carried_ahead, stages / r.warps);
@@ -38,7 +38,7 @@ __device__ inline void carry_jobs(const CudaStoreLayer& s, const std::int32_t* j
   const int first = static_cast<int>(blockIdx.x) * room.warps + warp, all = static_cast<int>(gridDim.x) * room.warps;
   auto* loaded = static_cast<std::uint64_t*>(memory) + warp * carried_ahead;
   std::byte* stages =
-      static_cast<std::byte*>(memory) + carry_barriers + static_cast<std::size_t>(warp * room.ahead) * room.stage;
+      static_cast<std::byte*>(memory) + carry_barriers + static_cast<std::size_t>(warp * room.ahead) * room.bytes;
   const auto job_of = [&](int turn) { return reinterpret_cast<const int4*>(jobs)[first + turn * all]; };
   const auto ask = [&](int turn) {  // of one thread
     if (first + turn * all >= count) return;
@@ -47,7 +47,7 @@ __device__ inline void carry_jobs(const CudaStoreLayer& s, const std::int32_t* j
     const int at = turn % room.ahead;
     const unsigned barrier = cuda::shared_address(loaded + at);
     cuda::barrier_expect(barrier, room.bytes);
-    cuda::bulk_load(cuda::shared_address(stages + static_cast<std::size_t>(at) * room.stage), frame_at(s, 1, job.y),
+    cuda::bulk_load(cuda::shared_address(stages + static_cast<std::size_t>(at) * room.bytes), frame_at(s, 1, job.y),
                     room.bytes, barrier);
   };
   if (lane == 0 && room.ahead > 0) {
@@ -63,7 +63,7 @@ __device__ inline void carry_jobs(const CudaStoreLayer& s, const std::int32_t* j
       const int at = turn % room.ahead;
       cuda::barrier_wait(cuda::shared_address(loaded + at), parity >> at & 1u);
       parity ^= 1u << at;
-      carry_tokens(stages + static_cast<std::size_t>(at) * room.stage, layout_of(s, 1), frame_at(s, 0, job.z),
+      carry_tokens(stages + static_cast<std::size_t>(at) * room.bytes, layout_of(s, 1), frame_at(s, 0, job.z),
                    layout_of(s, 0), job.w, lane);
     } else if (job.x != CudaStorePlace::leave) {
       carry_page(s, job.x == CudaStorePlace::up ? 0 : 1, job.y, job.z, job.w, lane);

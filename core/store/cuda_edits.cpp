@@ -338,8 +338,8 @@ Applied CudaStore::archive_heads(const Edit& e, const std::vector<std::int32_t>&
 }
 
 // The copies run beside the stream, by a copy of the list, which may be scratch. Beside a step, fetches of some layers
-// share a launch when their edits end. So do those of layers that follow each other, by lists that last, where
-// observe() comes behind the last layer: nobody changes these lists before the step's end.
+// share a launch when their edits end. So do those of layers that follow each other, by lists and heads that last,
+// where observe() comes behind the last layer: nobody changes these before it.
 Applied CudaStore::fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty()) return {Fit::ok, -1};
   auto a = list_of<CudaStoreFetch>(e, rows_of(slots), slots.size(), ++edit_);
