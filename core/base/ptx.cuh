@@ -151,6 +151,23 @@ __device__ __forceinline__ void mma16816<__half>(float (&c)[4], unsigned a0, uns
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// C[16, 8] += A[16, 32] B[32, 8] of bytes, those of A without a sign and those of B with one.
+__device__ __forceinline__ void mma16832(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                         unsigned b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Transposes of four 8 x 8 matrices of 16-bit elements in shared memory. Lane 8 m + i has the address of row i of
+// matrix m, which is 16 bytes. Lane 4 g + q gets rows 2q and 2q + 1 of column g.
+__device__ __forceinline__ void load_transposed(unsigned address, unsigned (&to)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address));
+}
+
 // The transpose of an 8 x 8 matrix of 16-bit elements held by a warp.
 __device__ __forceinline__ unsigned transpose8x8(unsigned x) {
   unsigned y;

@@ -362,12 +362,13 @@ void add_codes(std::vector<Case>& v) {
         add(v, s);
       }
   // A GPU cuts these into parts.
-  for (const CodecSpec& codec : codecs_with_codes) {
-    AttendShape s = shape_of(1, 2, 128, 16, DType::bf16, codec, 4);
-    s.options.rope = regime(++n);
-    s.lengths = {1100, 513};
-    add(v, s);
-  }
+  for (const CodecSpec& codec : codecs_with_codes)
+    for (const int group : {4, 5}) {
+      AttendShape s = shape_of(1, 2, 128, 16, DType::bf16, codec, group);
+      s.options.rope = regime(++n);
+      s.lengths = {1100, 513};
+      add(v, s);
+    }
   // The scales of values grow while a warp adds them.
   for (const CodecSpec& codec : {CodecSpec{{8}, {8}}, CodecSpec{{4}, {4}}, CodecSpec{fp8, fp8}}) {
     AttendShape s = shape_of(40, 8, 128, 16, DType::bf16, codec, 4);
@@ -413,6 +414,15 @@ void add_two_codecs(std::vector<Case>& v) {
   deep.lower = CodecSpec{{4}, {2}};
   deep.lengths = {5000, 3001};
   add(v, deep);
+  // Groups of other kernels. The last one does not fit one launch.
+  for (const auto& [group, page] : {std::pair{3, 32}, {6, 16}, {8, 16}}) {
+    AttendShape other = shape_of(2, 2, 128, page, DType::bf16, {{8}, {8}}, group);
+    other.lower = CodecSpec{{4}, {4}};
+    other.lengths = {700, 65, 300};
+    add(v, other);
+    other.options.codec = CodecSpec{{8}, {4}}, other.lower = CodecSpec{{4}, {2}};
+    add(v, other);
+  }
   for (const CodecSpec& codec : {kivi4, kivi2}) {
     many.options.codec = deep.options.codec = {};
     many.lower = deep.lower = codec;

@@ -187,7 +187,10 @@ static void attend_part(const AttendArgs& in, const MassShares* shares, const Pa
 
 // Whether one launch reads the pages of both codecs.
 static bool reads_both(const AttendArgs& in) {
-  return in.window == 0 && !in.logits.out.data && decode::takes_both(in.kv.layouts[0], in.kv.layouts[1]);
+  const PagedKv& kv = in.kv;
+  const int group = static_cast<int>(in.queries.extent[1]) / kv.kv_heads;
+  return in.window == 0 && !in.logits.out.data &&
+         decode::takes_both(kv.layouts[0], kv.layouts[1], group, std::min(kv.rows * kv.kv_heads, max_pairs));
 }
 
 // The first of two launches reads the pages of the second codec, and the next one merges that into its result.

@@ -12,12 +12,12 @@ namespace {
 constexpr int codes_of(int k, int v) { return 16 * k + v; }
 constexpr int e4m3 = 9;  // beside the numbers of bits
 
-// Calls f with the rows of a codec; false if there are none.
-template <int Dim, int Page, class F>
+// Calls f with the rows of a codec; false if there are none. Few: the group has at most four heads.
+template <bool Few, int Dim, int Page, class F>
 bool with_rows(CodecSpec codec, const F& f) {
   const auto number = [](const CodecSide& s) { return s.kind == CodeKind::e4m3 ? e4m3 : static_cast<int>(s.bits); };
   const auto is = [&](auto k, auto v) {
-    return f(std::type_identity<CodeRows<decltype(k), decltype(v), Dim, Page>>{}), true;
+    return f(std::type_identity<CodeRows<decltype(k), decltype(v), Dim, Page, Few>>{}), true;
   };
   switch (codes_of(number(codec.k), number(codec.v))) {
     case codes_of(8, 8): return is(Codes<8>{}, Codes<8>{});
@@ -46,7 +46,7 @@ bool with_groups(CodecSpec codec, const F& f) {
     if (is(2)) return f(std::type_identity<GroupRows<2, Dim, Page>>{}), true;
   return false;
 }
-template <class F>
+template <bool Few, class F>
 bool with_rows(const PageLayout& l, const F& f) {
   if (l.codec.grouped()) {
     if (l.page_size == 16)
@@ -56,16 +56,18 @@ bool with_rows(const PageLayout& l, const F& f) {
     return false;
   }
   if (l.page_size == 16)
-    return l.head_dim == 128 ? with_rows<128, 16>(l.codec, f) : l.head_dim == 64 && with_rows<64, 16>(l.codec, f);
+    return l.head_dim == 128 ? with_rows<Few, 128, 16>(l.codec, f)
+                             : l.head_dim == 64 && with_rows<Few, 64, 16>(l.codec, f);
   if (l.page_size == 32)
-    return l.head_dim == 128 ? with_rows<128, 32>(l.codec, f) : l.head_dim == 64 && with_rows<64, 32>(l.codec, f);
+    return l.head_dim == 128 ? with_rows<Few, 128, 32>(l.codec, f)
+                             : l.head_dim == 64 && with_rows<Few, 64, 32>(l.codec, f);
   return false;
 }
 
 }  // namespace
 
 bool takes_codes(const PageLayout& l) {
-  return with_rows(l, [](auto) {});
+  return with_rows<true>(l, [](auto) {});
 }
 
 template <class Rows>
@@ -74,15 +76,16 @@ static const CUtensorMap& map_of(const Args& a) {
 }
 
 void launch_codes(const Args& a, const PageLayout& l, cudaStream_t stream) {
-  with_rows(l, [&](auto type) {
+  const auto launch_rows = [&](auto type) {
     using Rows = typename decltype(type)::type;
     launch<Rows>(a, map_of<Rows>(a), nullptr, stream);
-  });
+  };
+  a.group <= 4 ? with_rows<true>(l, launch_rows) : with_rows<false>(l, launch_rows);
 }
 
 // Calls f with the rows of both codecs; false if the kernel does not read them together. Only pairs that plugins store
 // are here, because each one is a kernel.
-template <class F>
+template <bool Few, class F>
 static bool with_both(const PageLayout& l, const PageLayout& lower, const F& f) {
   const auto with = [&]<int Page>(std::integral_constant<int, Page>) {
     const auto are = [&](int k, int v, int lower_k, int lower_v) {
@@ -91,13 +94,13 @@ static bool with_both(const PageLayout& l, const PageLayout& lower, const F& f) 
       return l.codec == high && lower.codec == low;
     };
     if (are(8, 4, 4, 2)) {
-      f(std::type_identity<CodeRows<Codes<8>, Codes<4>, 128, Page>>{},
-        std::type_identity<CodeRows<Codes<4>, Codes<2>, 128, Page>>{});
+      f(std::type_identity<CodeRows<Codes<8>, Codes<4>, 128, Page, Few>>{},
+        std::type_identity<CodeRows<Codes<4>, Codes<2>, 128, Page, Few>>{});
       return true;
     }
     if (are(8, 8, 4, 4)) {
-      f(std::type_identity<CodeRows<Codes<8>, Codes<8>, 128, Page>>{},
-        std::type_identity<CodeRows<Codes<4>, Codes<4>, 128, Page>>{});
+      f(std::type_identity<CodeRows<Codes<8>, Codes<8>, 128, Page, Few>>{},
+        std::type_identity<CodeRows<Codes<4>, Codes<4>, 128, Page, Few>>{});
       return true;
     }
     return false;
@@ -108,16 +111,22 @@ static bool with_both(const PageLayout& l, const PageLayout& lower, const F& f) 
                              : false;
 }
 
-bool takes_both(const PageLayout& l, const PageLayout& lower) {
-  return with_both(l, lower, [](auto, auto) {});
+bool takes_both(const PageLayout& l, const PageLayout& lower, int group, int pairs) {
+  bool fits = false;
+  const auto measure = [&](auto type, auto lower_type) {
+    fits = Memory<typename decltype(type)::type, typename decltype(lower_type)::type>(group, pairs).stages() > 0;
+  };
+  group <= 4 ? with_both<true>(l, lower, measure) : with_both<false>(l, lower, measure);
+  return fits;
 }
 
 void launch_both(const Args& a, const PageLayout& l, const PageLayout& lower, cudaStream_t stream) {
-  with_both(l, lower, [&](auto type, auto lower_type) {
+  const auto launch_rows = [&](auto type, auto lower_type) {
     using Rows = typename decltype(type)::type;
     using Lower = typename decltype(lower_type)::type;
     launch<Rows, Lower>(a, map_of<Rows>(a), &map_of<Lower>(a), stream);
-  });
+  };
+  a.group <= 4 ? with_both<true>(l, lower, launch_rows) : with_both<false>(l, lower, launch_rows);
 }
 
 }  // namespace kvlab::ops::decode

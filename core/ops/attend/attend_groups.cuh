@@ -15,7 +15,7 @@ namespace kvlab::ops::decode {
 constexpr int value_group = 32;  // channels
 
 template <int Bits, int Dim, int Page>
-struct GroupRows : CodePages<Page, Page * Dim * Bits / 4 + Dim * 4 + Page * Dim / value_group * 4> {
+struct GroupRows : CodePages<Page, Page * Dim * Bits / 4 + Dim * 4 + Page * Dim / value_group * 4>, Columns<false> {
   using Pages = CodePages<Page, Page * Dim * Bits / 4 + Dim * 4 + Page * Dim / value_group * 4>;
   using C = Codes<Bits>;
   using Pages::halves;
@@ -32,6 +32,7 @@ struct GroupRows : CodePages<Page, Page * Dim * Bits / 4 + Dim * 4 + Page * Dim 
   static __device__ __forceinline__ int token_of(int g) {
     return static_cast<int>(token_order<row, row>() >> 4 * g & 7);
   }
+  static constexpr int element_run = 4;  // elements that follow each other
   static __device__ __forceinline__ int element_of(int g, int e) { return g * own_values + e; }
   static __device__ __forceinline__ int query_element(int q, int i) { return q * own_keys + i; }
 

@@ -54,12 +54,26 @@ struct Joint {
   int pair, from, to;
 };
 
+// The query heads of a group as columns of a tile. Few: four heads at most. Then the lanes of columns 4 to 7 have the
+// same heads as those of columns 0 to 3, and the tokens 8 on.
+template <bool Few>
+struct Columns {
+  static constexpr bool few = Few;
+  static constexpr int row_step = Few ? 16 : 8;  // between the tokens of a lane in a unit
+  static constexpr int nearest = Few ? 2 : 4;    // distance of the next lane with other tokens of the same heads
+  // The query head whose elements a lane has, the lane's pair of columns, and its first tile row less g.
+  static __device__ __forceinline__ int head_of(int g) { return Few ? g % 4 : g; }
+  static __device__ __forceinline__ int pair_of(int q) { return Few ? q % 2 : q; }
+  static __device__ __forceinline__ int rows_on(int q) { return Few ? q / 2 * 8 : 0; }
+};
+
 // The rows that one launch reads. Lower: those of lower runs, void = there are none.
 template <class Rows, class Lower>
 struct Storage {
   static constexpr int runs = 2, stage_bytes = std::max(Rows::stage_bytes, Lower::stage_bytes),
                        copied_bytes = std::min(Rows::copied_bytes, Lower::copied_bytes);
-  static_assert(Rows::unit == Lower::unit && Rows::warps == Lower::warps && Rows::dim == Lower::dim && !Rows::turned);
+  static_assert(Rows::unit == Lower::unit && Rows::warps == Lower::warps && Rows::dim == Lower::dim && !Rows::turned &&
+                Rows::few == Lower::few);
 };
 template <class Rows>
 struct Storage<Rows, void> {
@@ -80,16 +94,16 @@ struct Extra {
   __host__ __device__ constexpr explicit Extra(int group)
       : first(Slot<Dim>::floats_of(group)),
         two(Slot<Dim>::floats_of(2)),
-        kept(Runs == 2 ? Stash<Dim>::each * Stash<Dim>::lanes_of(group) : 0) {}
+        kept(Runs == 2 ? Slot<Dim>::floats_of(group) : 0) {}
   __host__ __device__ constexpr int floats(int warps) const { return warps * (first + two + kept); }
 };
 
-// Writes a lane's scores of the unit's first `valid` tokens, [place, query head of the group]. The code of a whole unit
-// is short, because every lane's instructions count here.
-template <int ColumnTiles, int TileRows>
+// Writes a lane's scores of the unit's first `valid` tokens, [place, query head of the group]. q: its pair of columns.
+// The code of a whole unit is short, because every lane's instructions count here.
+template <int RowStep, int ColumnTiles, int TileRows>
 __device__ __forceinline__ void put_scores(const Args& a, float* to, int group, int q, int tile_row, int valid,
                                            const int (&place)[TileRows], const float (&s)[ColumnTiles][2 * TileRows]) {
-  if (a.logits_at_once > 1 && valid == 8 * TileRows) {
+  if (a.logits_at_once > 1 && valid == RowStep * TileRows) {
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c)
       if (const int head = c * 8 + 2 * q; head < group)
@@ -106,37 +120,46 @@ __device__ __forceinline__ void put_scores(const Args& a, float* to, int group, 
       float x = s[0][2 * r];
 #pragma unroll
       for (int i = 1; i < 2 * ColumnTiles; ++i) x = i == h ? s[i / 2][2 * r + i % 2] : x;
-      if (head < group && tile_row + 8 * r < valid) to[std::int64_t{place[r]} * group + head] = x;
+      if (head < group && tile_row + RowStep * r < valid) to[std::int64_t{place[r]} * group + head] = x;
     }
   }
 }
 
 // Where a lane leaves its shares of a head (attend_shares.cuh).
+template <class Heads>
 struct LaneShares {
   std::byte* to;  // in the head's first record
   int high;       // bytes from there to the lane's `high`
 
   __device__ LaneShares(const MassShares& shares, std::byte* head, int pairs, int token, int q) {
-    const int at = shares.behind_high + (token * pairs + q) * shares.of_pair;
-    to = head + at, high = 8 * q - at;
+    const int at = shares.behind_high + (token * pairs + Heads::pair_of(q)) * shares.of_pair;
+    const int on = Heads::rows_on(q) / 8 * shares.of_pair / 2;
+    to = head + at + on, high = 8 * Heads::pair_of(q) - at - on;
   }
   // record: of the unit's tokens from 0 and from 16 on. All of both are written: those from `valid` on have share 0.
   template <int ColumnTiles, int Values>
   __device__ __forceinline__ void put(const MassShares& shares, int group, int g, int q, int valid,
                                       const int (&record)[2], const float (&share)[ColumnTiles][Values],
                                       const float (&highs)[ColumnTiles][2]) const {
+    constexpr int each = 32 / Heads::row_step;  // a lane's shares of 16 tokens, of both heads
 #pragma unroll
-    for (int u = 0; u < Values / 4; ++u) {
+    for (int u = 0; u < Values / each; ++u) {
       std::byte* const at = to + std::int64_t{record[u]} * shares.record;
 #pragma unroll
       for (int c = 0; c < ColumnTiles; ++c) {
-        if (8 * c + 2 * q >= group || 16 * u >= valid) continue;
-        const float(&x)[Values] = share[c];
-        if (group == 1)
-          *reinterpret_cast<unsigned*>(at) = Pair<__half>::pack(x[4 * u], x[4 * u + 2]);
-        else
-          store8(at + 32 * c, Pair<__half>::pack(x[4 * u], x[4 * u + 1]),
-                 Pair<__half>::pack(x[4 * u + 2], x[4 * u + 3]));
+        if (8 * c + 2 * Heads::pair_of(q) >= group || 16 * u >= valid) continue;
+        const float* const x = share[c] + each * u;
+        if constexpr (each == 2) {
+          const unsigned both = Pair<__half>::pack(x[0], x[1]);
+          if (group == 1)
+            *reinterpret_cast<std::uint16_t*>(at) = static_cast<std::uint16_t>(both);
+          else
+            *reinterpret_cast<unsigned*>(at) = both;
+        } else if (group == 1) {
+          *reinterpret_cast<unsigned*>(at) = Pair<__half>::pack(x[0], x[2]);
+        } else {
+          store8(at + 32 * c, Pair<__half>::pack(x[0], x[1]), Pair<__half>::pack(x[2], x[3]));
+        }
         if (g == u) store8(reinterpret_cast<float*>(at + high + 32 * c), highs[c][0], highs[c][1]);
       }
     }
@@ -316,7 +339,8 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     const int row = a.pair_of.row(of), kv_head = of - row * a.kv_heads;
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c) {
-      const float* from = a.queries + row * a.query_row + (kv_head * group + min(c * 8 + g, group - 1)) * a.query_head;
+      const int head = min(c * 8 + Rows::head_of(g), group - 1);
+      const float* from = a.queries + row * a.query_row + (kv_head * group + head) * a.query_head;
 #pragma unroll
       for (int i = 0; i < Dim / 16; ++i) {
         int element = Rows::query_element(q, 4 * i);
@@ -374,7 +398,8 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     using R = typename decltype(kind)::type;
     const int run_begin = pairs.begin(pair, run), tokens = pairs.tokens(pair, run);
     const int row = a.pair_of.row(pair), kv_head = pair - row * a.kv_heads;
-    const int tile_row = R::token_of(g);  // token of tile row g; row g + 8 is 8 tokens on
+    const int tile_row = R::token_of(g) + R::rows_on(q);  // the lane's first token, of tile row g or g + 8
+    const int heads = R::pair_of(q);                      // its pair of columns
     // Where the head's shares go, or its scores by token. Loads of the latter start before anything waits for the
     // queries.
     std::byte* shares = nullptr;
@@ -390,7 +415,7 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     }
     int cached = 0;  // tokens of the head, where lists may name others
     if constexpr (R::listed) cached = a.length[a.slots[row] * a.length_slot + kv_head * a.length_head];
-    const LaneShares lane_shares(a.shares, shares, (group + 1) / 2, tile_row, q);
+    const LaneShares<Columns<R::few>> lane_shares(a.shares, shares, (group + 1) / 2, R::token_of(g), q);
     R rows(a, asked, group, g, q);
     float(&high)[ColumnTiles][2] = result.high, (&sum)[ColumnTiles][2] = result.sum;
 #pragma unroll
@@ -408,20 +433,20 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
       const unsigned at = my_stage + static_cast<unsigned>(here.stage * stage_bytes);
       const int valid = min(R::unit, tokens - (begin + i - run_begin) * R::unit);
       if constexpr (!R::turned && !R::listed) barrier_wait(my_barrier + 8 * here.stage, here.odd);
-      constexpr int tile_rows = R::unit / 8;  // of each lane; row r has token tile_row + 8 r
-      int place[tile_rows];                   // in the cache, once find_places has run
+      constexpr int step = R::row_step, tile_rows = R::unit / step;  // of each lane; row r has token tile_row + step r
+      int place[tile_rows];                                          // in the cache, once find_places has run
       const auto find_places = [&] {
         if constexpr (R::listed) {
           const std::int32_t* list =
               a.list + row * a.list_row + kv_head * a.list_head + std::int64_t{begin + i - run_begin} * R::unit;
 #pragma unroll
-          for (int r = 0; r < tile_rows; ++r) place[r] = tile_row + 8 * r < valid ? list[tile_row + 8 * r] : -1;
+          for (int r = 0; r < tile_rows; ++r) place[r] = tile_row + step * r < valid ? list[tile_row + step * r] : -1;
         } else {
           const int place0 = __shfl_sync(~0u, current.place0, i % 32);
           const int place1 = __shfl_sync(~0u, current.place1, i % 32);
 #pragma unroll
           for (int r = 0; r < tile_rows; ++r) {
-            const int t = tile_row + 8 * r;
+            const int t = tile_row + step * r;
             place[r] = t < a.page_size ? place0 + t : place1 + t - a.page_size;
           }
         }
@@ -443,11 +468,11 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
         if (in_order) {
           int of_unit[tile_rows];
 #pragma unroll
-          for (int r = 0; r < tile_rows; ++r) of_unit[r] = tile_row + 8 * r;
+          for (int r = 0; r < tile_rows; ++r) of_unit[r] = tile_row + step * r;
           float* to = scores + std::int64_t{first_place + i * R::unit} * group;
-          put_scores(a, to, group, q, tile_row, valid, of_unit, of);
+          put_scores<step>(a, to, group, heads, tile_row, valid, of_unit, of);
         } else {
-          put_scores(a, scores, group, q, tile_row, valid, place, of);
+          put_scores<step>(a, scores, group, heads, tile_row, valid, place, of);
         }
       };
       // Stores follow the next copy, so that it does not wait for them, where registers hold the scores until then.
@@ -458,7 +483,7 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
 #pragma unroll
         for (int r = 0; r < tile_rows; ++r)
           seen[r] =
-              R::listed ? static_cast<unsigned>(place[r]) < static_cast<unsigned>(cached) : tile_row + 8 * r < valid;
+              R::listed ? static_cast<unsigned>(place[r]) < static_cast<unsigned>(cached) : tile_row + step * r < valid;
         if (scores_leave && a.window > 0) {
           const int oldest = a.last[row] - a.window;  // this position and older ones are not seen
           const PageEntry* entries = a.table + a.slots[row] * a.table_slot + kv_head * a.table_head;
@@ -480,12 +505,12 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
           for (int c = 0; c < ColumnTiles; ++c)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-              const int head = c * 8 + 2 * q + h;
+              const int head = c * 8 + 2 * heads + h;
               if (head >= group) continue;
               float* to = a.mass + row * a.mass_row + (kv_head * group + head) * a.mass_head;
 #pragma unroll
               for (int r = 0; r < tile_rows; ++r)
-                if (tile_row + 8 * r < valid) to[place[r]] = s[c][2 * r + h];
+                if (tile_row + step * r < valid) to[place[r]] = s[c][2 * r + h];
             }
         }
         if constexpr (!late)
@@ -533,30 +558,32 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
 #pragma unroll
         for (int e = 0; e < 4; ++e) result.o[c][t][e] = rows.o[c][t][e];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) sum[c][h] = sum_of_lanes<4, 16>(sum[c][h]);
+      for (int h = 0; h < 2; ++h) sum[c][h] = sum_of_lanes<R::nearest, 16>(sum[c][h]);
     }
   };
 
-  [[maybe_unused]] bool kept = false;  // the pair's lower run
+  [[maybe_unused]] bool kept = false;  // the stash has the pair's lower run
 #pragma unroll 1
   while (i < items) {
     const int stop = min(pairs.end(pair, run), end);
     if constexpr (runs == 2) {
-      const Stash<Dim> stash(results + warps * (extra.first + extra.two) + warp * extra.kept, group, g, q);
+      const Slot<Dim> stash{results + warps * (extra.first + extra.two) + warp * extra.kept, group};
       if (run == 0) {
         read_run(std::type_identity<Lower>{}, stop);
-        kept = stop < end && stop < pairs.end(pair);
-        if (kept) {
-          stash.put(result);
+        stash.template put<Lower>(result, 0, g, q);
+        __syncwarp();
+        kept = true;
+        if (stop < end && stop < pairs.end(pair)) {
           run = 1;
           ask_queries(pair, run);
           continue;
         }
+        result.clear();
       } else {
         read_run(std::type_identity<Rows>{}, stop);
-        if (kept) stash.add_to(result);
-        kept = false;
       }
+      if (kept) stash.template add_to<Rows>(result, g, q);
+      kept = false;
     } else {
       read_run(std::type_identity<Rows>{}, stop);
     }
@@ -638,37 +665,55 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     });
 }
 
+// Shared memory of a launch.
+template <class Rows, class Lower>
+class Memory {
+  using Kind = Storage<Rows, Lower>;
+  static constexpr int warps = Rows::warps, stage = Kind::stage_bytes + 8;
+  static constexpr int own = Rows::turned && Rows::dim > 128 ? 2048 : 1024;  // bytes of static memory, aligned
+
+ public:
+  Memory(int group, int pairs)
+      : fixed_(std::int64_t{Extra<Rows::dim, Kind::runs>(group).floats(warps)} * 4 +
+               Pairs<Kind::runs>::bytes_of(pairs)) {
+    // These bytes in flight hide the memory's latency. More would only queue up in front of small, urgent loads.
+    constexpr std::int64_t under_way = 128 << 10;
+    constexpr std::int64_t together = warps * Kind::copied_bytes, enough = (under_way + together - 1) / together;
+    stages_ = static_cast<int>(std::min(enough, (most_bytes() - fixed_) / (warps * stage)));
+    const std::int64_t last_slot = Slot<Rows::dim>::floats_of(group) * 4;  // takes the place of a warp's stages
+    if (stages_ < 2 || stages_ * Kind::stage_bytes < last_slot) stages_ = 0;
+  }
+  int stages() const { return stages_; }  // of a warp; 0 = the launch does not fit
+  int bytes() const { return static_cast<int>(warps * stages_ * stage + fixed_); }
+  static int most_bytes() { return static_cast<int>(cuda::shared_bytes() - own); }
+
+ private:
+  std::int64_t fixed_;
+  int stages_;
+};
+
 // maps: of the rest and of the lower runs, or of all rows.
 template <class Rows, class Lower = void>
 void launch(Args a, const CUtensorMap& map, const CUtensorMap* lower_map, cudaStream_t stream) {
   using Kind = Storage<Rows, Lower>;
-  constexpr int dim = Rows::dim, warps = Rows::warps, stage = Kind::stage_bytes;
   const int pairs = a.rows * a.kv_heads;
-  const std::int64_t fixed =
-      std::int64_t{Extra<dim, Kind::runs>(a.group).floats(warps)} * 4 + Pairs<Kind::runs>::bytes_of(pairs);
-  constexpr int own = Rows::turned && dim > 128 ? 2048 : 1024;  // bytes of static shared memory, aligned
-  const std::int64_t limit = cuda::shared_bytes() - own;
-  // These bytes in flight hide the memory's latency. More would only queue up in front of small, urgent loads.
-  constexpr std::int64_t under_way = 128 << 10;
-  const std::int64_t together = warps * Kind::copied_bytes, enough = (under_way + together - 1) / together;
-  a.stages = static_cast<int>(std::min(enough, (limit - fixed) / (warps * (stage + 8))));
-  const std::int64_t last_slot = Slot<dim>::floats_of(a.group) * 4;  // takes the place of a warp's stages
-  if (a.stages < 2 || a.stages * stage < last_slot)
+  const Memory<Rows, Lower> memory(a.group, pairs);
+  a.stages = memory.stages();
+  if (a.stages == 0)
     throw Error(Errc::unsupported,
-                "got a group of " + std::to_string(a.group) + " query heads of " + std::to_string(dim) +
+                "got a group of " + std::to_string(a.group) + " query heads of " + std::to_string(Rows::dim) +
                     ", wanted one that fits shared memory",
                 "op attend");
-  const int bytes = static_cast<int>(warps * a.stages * (stage + 8) + fixed);
   const auto kernel = attend_kernel<Rows, Lower>;
-  static const cudaError_t once = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                       static_cast<int>(cuda::shared_bytes() - own));
+  static const cudaError_t once =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory.most_bytes());
   cuda::check(once, "attend");
   const int blocks = cuda::step_multiprocessors();
   a.blocks_each = pairs > 0 ? blocks / pairs : 0;
   Maps<Kind::runs> maps;
   if (lower_map) maps.of[0] = *lower_map;
   maps.of[Kind::runs - 1] = map;
-  cuda::launch("attend", kernel, blocks, warps * 32, bytes, stream, true, a, maps);
+  cuda::launch("attend", kernel, blocks, Rows::warps * 32, memory.bytes(), stream, true, a, maps);
 }
 
 // What the arguments of a decode step's kernels have in common (attend.cu): all but rows; those of a launch's rows; the
@@ -685,7 +730,7 @@ void launch_listed(const Args& a, int dim, bool half, cudaStream_t stream);
 bool takes_codes(const PageLayout& l);
 void launch_codes(const Args& a, const PageLayout& l, cudaStream_t stream);
 // The same for both runs of a cache of two codecs in one launch, without a window, logits and mass, but with shares.
-bool takes_both(const PageLayout& l, const PageLayout& lower);
+bool takes_both(const PageLayout& l, const PageLayout& lower, int group, int pairs);
 void launch_both(const Args& a, const PageLayout& l, const PageLayout& lower, cudaStream_t stream);
 
 }  // namespace kvlab::ops::decode

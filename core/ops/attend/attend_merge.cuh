@@ -9,11 +9,21 @@
 namespace kvlab::ops::decode {
 
 // A warp's result of some units, as its lanes hold it. Lane 4 g + q has query heads 8 c + 2 q + h, and of these the
-// elements Rows::element_of(g, ...). It holds sums of probabilities times values.
+// elements Rows::element_of(g, ...). It holds sums of probabilities times values. What lanes have of heads that the
+// group lacks is of no use.
 template <int Dim, int ColumnTiles>
 struct LaneResult {
   static constexpr int tiles = Dim / 16;
   float o[ColumnTiles][tiles][4], high[ColumnTiles][2], sum[ColumnTiles][2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int c = 0; c < ColumnTiles; ++c) {
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) o[c][t][0] = o[c][t][1] = o[c][t][2] = o[c][t][3] = 0;
+      high[c][0] = high[c][1] = -INFINITY, sum[c][0] = sum[c][1] = 0;
+    }
+  }
 };
 
 // A result in shared memory. The chunks of a head, of four elements, are permuted against bank conflicts.
@@ -42,53 +52,56 @@ struct Slot {
         if (g == 0) high(head) = from.high[c][h], sum(head) = from.sum[c][h];
 #pragma unroll
         for (int t = 0; t < Dim / 16; t += 2)
-          chunk(head, Rows::element_of(g, 2 * t) / 4) =
-              make_float4(from.o[c][t][h], from.o[c][t][2 + h], from.o[c][t + 1][h], from.o[c][t + 1][2 + h]);
+          set_elements<Rows>(
+              head, g, t,
+              make_float4(from.o[c][t][h], from.o[c][t][2 + h], from.o[c][t + 1][h], from.o[c][t + 1][2 + h]));
       }
   }
-};
-
-// The result of a pair's lower run, which a warp keeps while it reads the rest. Lanes without a query head keep
-// nothing.
-template <int Dim>
-struct Stash {
-  static constexpr int each = Dim / 4 + 4;  // floats of a lane
-  float* memory;
-  int lanes, lane;  // lane < 0: it keeps nothing
-
-  static __host__ __device__ constexpr int lanes_of(int group) { return 8 * ((group + 1) / 2); }
-  __device__ Stash(float* memory, int group, int g, int q)
-      : memory(memory), lanes(lanes_of(group)), lane(2 * q < group ? q * 8 + g : -1) {}
-
-  __device__ __forceinline__ void put(const LaneResult<Dim, 1>& from) const {
-    if (lane < 0) return;
-#pragma unroll
-    for (int t = 0; t < Dim / 16; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) memory[(4 * t + i) * lanes + lane] = from.o[0][t][i];
+  // Adds what is here to the result, whose rows may be of another kind. All lanes of the warp have to see it.
+  template <class Rows>
+  __device__ __forceinline__ void add_to(LaneResult<Dim, 1>& r, int g, int q) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      memory[(each - 4 + h) * lanes + lane] = from.high[0][h];
-      memory[(each - 2 + h) * lanes + lane] = from.sum[0][h];
+      const int head = 2 * q + h;
+      if (head >= heads) continue;
+      float& own_high = r.high[0][h];
+      const float kept = high(head), top = fmaxf(kept, own_high);
+      const float kept_share = kept == -INFINITY ? 0.f : exp2_fast(kept - top);
+      const float own_share = own_high == -INFINITY ? 0.f : exp2_fast(own_high - top);
+      own_high = top;
+      r.sum[0][h] = r.sum[0][h] * own_share + sum(head) * kept_share;
+#pragma unroll
+      for (int t = 0; t < Dim / 16; t += 2) {
+        const float4 x = elements_of<Rows>(head, g, t);
+        r.o[0][t][h] = r.o[0][t][h] * own_share + x.x * kept_share;
+        r.o[0][t][2 + h] = r.o[0][t][2 + h] * own_share + x.y * kept_share;
+        r.o[0][t + 1][h] = r.o[0][t + 1][h] * own_share + x.z * kept_share;
+        r.o[0][t + 1][2 + h] = r.o[0][t + 1][2 + h] * own_share + x.w * kept_share;
+      }
     }
   }
-  // Adds what was kept.
-  __device__ __forceinline__ void add_to(LaneResult<Dim, 1>& r) const {
-    if (lane < 0) return;
-    float kept_share[2], own_share[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float kept = memory[(each - 4 + h) * lanes + lane], top = fmaxf(kept, r.high[0][h]);
-      kept_share[h] = kept == -INFINITY ? 0.f : exp2_fast(kept - top);
-      own_share[h] = r.high[0][h] == -INFINITY ? 0.f : exp2_fast(r.high[0][h] - top);
-      r.high[0][h] = top;
-      r.sum[0][h] = r.sum[0][h] * own_share[h] + memory[(each - 2 + h) * lanes + lane] * kept_share[h];
+
+ private:
+  // A lane's four elements of tiles t and t + 1, all of which follow each other, or two and two.
+  template <class Rows>
+  __device__ __forceinline__ void set_elements(int head, int g, int t, const float4& x) const {
+    const int element = Rows::element_of(g, 2 * t);
+    if constexpr (Rows::element_run == 4) {
+      chunk(head, element / 4) = x;
+    } else {
+      two(head, element) = make_float2(x.x, x.y);
+      two(head, Rows::element_of(g, 2 * t + 2)) = make_float2(x.z, x.w);
     }
-#pragma unroll
-    for (int t = 0; t < Dim / 16; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        r.o[0][t][i] = r.o[0][t][i] * own_share[i % 2] + memory[(4 * t + i) * lanes + lane] * kept_share[i % 2];
+  }
+  template <class Rows>
+  __device__ __forceinline__ float4 elements_of(int head, int g, int t) const {
+    const int element = Rows::element_of(g, 2 * t);
+    if constexpr (Rows::element_run == 4) return chunk(head, element / 4);
+    const float2 x = two(head, element), y = two(head, Rows::element_of(g, 2 * t + 2));
+    return make_float4(x.x, x.y, y.x, y.y);
+  }
+  __device__ __forceinline__ float2& two(int head, int element) const {
+    return reinterpret_cast<float2*>(&chunk(head, element / 4))[element % 4 / 2];
   }
 };
 

@@ -6,7 +6,7 @@
 namespace kvlab::ops::decode {
 
 template <class T, int Dim, int ColumnTiles, bool Turn>
-struct PlainRows {
+struct PlainRows : Columns<false> {
   using Element = T;
   using S = UnitShape<Dim>;
   static constexpr int dim = Dim, column_tiles = ColumnTiles;
@@ -16,6 +16,7 @@ struct PlainRows {
   static constexpr int unit_rows = S::side_bytes / 128;  // of the tensor map, from a unit's keys to the next one's
 
   static __device__ __forceinline__ int token_of(int g) { return ops::token_of<Dim>(g); }
+  static constexpr int element_run = 4;  // elements that follow each other
   static __device__ __forceinline__ int element_of(int g, int e) { return ops::element_of<Dim>(g, e); }
   // The element of a query that is the lane's i-th.
   static __device__ __forceinline__ int query_element(int q, int i) { return (i / 8 * 4 + q) * 8 + i % 8; }

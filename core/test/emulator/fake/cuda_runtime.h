@@ -141,6 +141,9 @@ inline unsigned __float_as_uint(float x) {
 }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __int2float_rn(int x) { return static_cast<float>(x); }
+inline int __float2int_rn(float x) {
+  return std::isnan(x) ? 0 : static_cast<int>(std::rint(std::clamp(x, -2147483648.f, 2147483520.f)));
+}
 inline float __uint_as_float(unsigned u) {
   float x;
   std::memcpy(&x, &u, 4);

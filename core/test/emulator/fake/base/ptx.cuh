@@ -113,6 +113,53 @@ void mma16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
   std::copy_n(out.c, 4, c);
 }
 
+struct ByteMmaIn {
+  int c[4];
+  unsigned a[4], b[2];
+};
+struct ByteMmaOut {
+  int c[4];
+};
+inline void mma16832(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  const ByteMmaIn in = {{c[0], c[1], c[2], c[3]}, {a0, a1, a2, a3}, {b0, b1}};
+  const auto multiply = [](const ByteMmaIn* x, ByteMmaOut* y) {
+    int a[16][32], b[32][8];
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i) {
+        const int g = lane / 4, q = lane % 4;
+        for (int r = 0; r < 4; ++r)
+          a[g + 8 * (r % 2)][4 * q + i + 16 * (r / 2)] = static_cast<int>(x[lane].a[r] >> 8 * i & 0xffu);
+        for (int r = 0; r < 2; ++r) b[4 * q + i + 16 * r][g] = static_cast<std::int8_t>(x[lane].b[r] >> 8 * i & 0xffu);
+      }
+    for (int lane = 0; lane < 32; ++lane)
+      for (int r = 0; r < 4; ++r) {
+        int sum = x[lane].c[r];
+        for (int k = 0; k < 32; ++k) sum += a[lane / 4 + 8 * (r / 2)][k] * b[k][2 * (lane % 4) + r % 2];
+        y[lane].c[r] = sum;
+      }
+  };
+  const ByteMmaOut out = emulator::together<ByteMmaOut>("mma of bytes", ~0u, in, multiply);
+  std::copy_n(out.c, 4, c);
+}
+
+struct FourWords {
+  unsigned x[4];
+};
+inline void load_transposed(unsigned address, unsigned (&to)[4]) {
+  const FourWords out = emulator::together<FourWords>("ldmatrix", ~0u, address, [](const unsigned* at, FourWords* y) {
+    for (int m = 0; m < 4; ++m)
+      for (int row = 0; row < 8; ++row) {
+        std::uint16_t elements[8];
+        std::memcpy(elements, emulator::shared_memory(at[8 * m + row], 16, 16), 16);
+        for (int column = 0; column < 8; ++column) {
+          unsigned& word = y[4 * column + row / 2].x[m];
+          word = row % 2 ? word | static_cast<unsigned>(elements[column]) << 16 : elements[column];
+        }
+      }
+  });
+  std::copy_n(out.x, 4, to);
+}
+
 inline unsigned transpose8x8(unsigned x) {
   return emulator::together<unsigned>("movmatrix", ~0u, x, [](const unsigned* in, unsigned* out) {
     const auto element = [&](int row, int column) { return in[row * 4 + column / 2] >> column % 2 * 16 & 0xffffu; };
