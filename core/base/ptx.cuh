@@ -151,6 +151,20 @@ __device__ __forceinline__ void mma16816<__half>(float (&c)[4], unsigned a0, uns
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// True in one lane of the warp, whose lanes all come here together. Unlike of a comparison, the compiler knows it of
+// this one: a bulk copy then needs no loop over lanes.
+__device__ __forceinline__ bool elect_lane() {
+  unsigned elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(elected));
+  return elected;
+}
+
 // C[16, 8] += A[16, 32] B[32, 8] of bytes, those of A without a sign and those of B with one.
 __device__ __forceinline__ void mma16832(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
                                          unsigned b1) {

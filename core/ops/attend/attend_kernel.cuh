@@ -362,7 +362,7 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     const int y0 = __shfl_sync(~0u, batch.y0, i % 32), y1 = __shfl_sync(~0u, batch.y1, i % 32);
     int lower = 0;
     if constexpr (runs == 2) lower = __shfl_sync(~0u, batch.lower, i % 32);
-    if (lane) return;
+    if (!elect_lane()) return;
     const unsigned to = my_stage + static_cast<unsigned>(stage * stage_bytes), barrier = my_barrier + 8 * stage;
     if constexpr (runs == 2)
       if (lower) return Lower::copy(a, &maps.of[0], to, y0, y1, barrier, policy);

@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(most_threads, 1)
   const int begin = static_cast<int>(std::int64_t{a.items} * blockIdx.x / gridDim.x),
             end = static_cast<int>(std::int64_t{a.items} * (blockIdx.x + 1) / gridDim.x);
   if (warp == consumers) {
-    if (lane == 0) produce<Columns, Gated>(a, begin, end, weights, input, stages, full, empty);
+    if (elect_lane()) produce<Columns, Gated>(a, begin, end, weights, input, stages, full, empty);
     return;
   }
   wait_for_predecessor();

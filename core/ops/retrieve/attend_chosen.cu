@@ -245,23 +245,23 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
       if (tile >= last_tile) return;
       const int page = tile * tile_pages, count = min(tile_pages, n - page), y = summary + page * f.page_step;
       const unsigned to = my_stages + stage * R::stage_bytes, barrier = my_barriers + 8 * stage;
-      if (lane == 0) barrier_expect(barrier, count * R::page_bytes);
-      if constexpr (InCodes) {
-        const std::byte* from = c.data + std::int64_t{y} * R::F::step_bytes;
-        if (f.dense) {
-          if (lane == 0) bulk_load(to, from, count * R::page_bytes, barrier, policy);
-        } else {
-          __syncwarp();
-          if (lane < count)
-            bulk_load(to + lane * R::page_bytes, from + lane * c.page_stride, R::page_bytes, barrier, policy);
-        }
-      } else if (count == tile_pages && f.dense) {
-        if (lane == 0) bulk_copy_2d(to, &tile_map, 0, y, barrier, policy);
-      } else {
-        __syncwarp();
-        if (lane < count)
-          bulk_copy_2d(to + lane * R::page_bytes, &page_map, 0, y + lane * f.page_step, barrier, policy);
+      const std::byte* from = InCodes ? c.data + std::int64_t{y} * R::F::step_bytes : nullptr;
+      if (f.dense && (InCodes || count == tile_pages)) {
+        if (!elect_lane()) return;
+        barrier_expect(barrier, count * R::page_bytes);
+        if constexpr (InCodes)
+          bulk_load(to, from, count * R::page_bytes, barrier, policy);
+        else
+          bulk_copy_2d(to, &tile_map, 0, y, barrier, policy);
+        return;
       }
+      if (lane == 0) barrier_expect(barrier, count * R::page_bytes);
+      __syncwarp();
+      if (lane >= count) return;
+      if constexpr (InCodes)
+        bulk_load(to + lane * R::page_bytes, from + lane * c.page_stride, R::page_bytes, barrier, policy);
+      else
+        bulk_copy_2d(to + lane * R::page_bytes, &page_map, 0, y + lane * f.page_step, barrier, policy);
     };
     const auto after = [](int stage) { return stage + 1 == stages ? 0 : stage + 1; };
     float* scores = c.scores + row * c.score_row + kv_head * c.score_head;
@@ -399,7 +399,7 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
     int ahead = locate(0);
     const auto issue = [&](int i, int stage) {
       const int y = __shfl_sync(~0u, ahead, i % 32);
-      if (lane == 0)
+      if (elect_lane())
         Rows::copy(a, &unit_map, my_stages + stage * R::stage_bytes, y, -1, my_barriers + 8 * stage, policy);
     };
     for (int i = 0, stage = here.stage; i < stages && i < items; ++i, stage = after(stage)) issue(i, stage);

@@ -164,23 +164,23 @@ __global__ void __launch_bounds__(threads, 1)
     const int page = (tile - at.tiles) * tile_pages, pages = min(tile_pages, at.pages - page);
     const int y = at.y + page * r.page_step;
     const unsigned to = my_stages + stage * R::tile_bytes, barrier = my_barriers + 8 * stage;
-    if (lane == 0) cuda::barrier_expect(barrier, pages * R::page_bytes);
-    if constexpr (F::codes) {
-      const std::byte* from = a.data + std::int64_t{y} * F::step_bytes;
-      if (r.dense) {
-        if (lane == 0) cuda::bulk_load(to, from, pages * R::page_bytes, barrier, policy);
-      } else {
-        __syncwarp();
-        if (lane < pages)
-          cuda::bulk_load(to + lane * R::page_bytes, from + lane * a.page_stride, R::page_bytes, barrier, policy);
-      }
-    } else if (pages == tile_pages && r.dense) {
-      if (lane == 0) cuda::bulk_copy_2d(to, &tile_map, 0, y, barrier, policy);
-    } else {
-      __syncwarp();
-      if (lane < pages)
-        cuda::bulk_copy_2d(to + lane * R::page_bytes, &page_map, 0, y + lane * r.page_step, barrier, policy);
+    const std::byte* from = F::codes ? a.data + std::int64_t{y} * F::step_bytes : nullptr;
+    if (r.dense && (F::codes || pages == tile_pages)) {
+      if (!cuda::elect_lane()) return;
+      cuda::barrier_expect(barrier, pages * R::page_bytes);
+      if constexpr (F::codes)
+        cuda::bulk_load(to, from, pages * R::page_bytes, barrier, policy);
+      else
+        cuda::bulk_copy_2d(to, &tile_map, 0, y, barrier, policy);
+      return;
     }
+    if (lane == 0) cuda::barrier_expect(barrier, pages * R::page_bytes);
+    __syncwarp();
+    if (lane >= pages) return;
+    if constexpr (F::codes)
+      cuda::bulk_load(to + lane * R::page_bytes, from + lane * a.page_stride, R::page_bytes, barrier, policy);
+    else
+      cuda::bulk_copy_2d(to + lane * R::page_bytes, &page_map, 0, y + lane * r.page_step, barrier, policy);
   };
   int item = warp, stage = 0;
   unsigned parity = 0;

@@ -113,6 +113,8 @@ void mma16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
   std::copy_n(out.c, 4, c);
 }
 
+inline bool elect_lane() { return threadIdx.x % 32 == 0; }
+
 struct ByteMmaIn {
   int c[4];
   unsigned a[4], b[2];
