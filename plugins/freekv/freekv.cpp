@@ -30,7 +30,8 @@ class FreeKv final : public kvlab::Policy, public kvlab::PreparesSteps {
  public:
   explicit FreeKv(const kvlab::Params& p)
       : pins_{.first = p.get<int>("sinks"), .last = p.get<int>("window")},
-        threshold_(p.get<bool>("correction") ? p.get<float>("threshold") : -std::numeric_limits<float>::infinity()),
+        corrects_(p.get<bool>("correction")),
+        threshold_(corrects_ ? p.get<float>("threshold") : -std::numeric_limits<float>::infinity()),
         dense_(p.get<int>("dense_layers")),
         bits_(p.get<int>("summary_bits")),
         speculation_(p.get<bool>("speculation")),
@@ -46,6 +47,7 @@ class FreeKv final : public kvlab::Policy, public kvlab::PreparesSteps {
         .dense_layers(dense_)
         .host_pages(true)
         .observe_beside(true)
+        .steps(first_apart())
         .capturable(true);
   }
 
@@ -81,7 +83,7 @@ class FreeKv final : public kvlab::Policy, public kvlab::PreparesSteps {
     if (kv.layer < dense_ || !kv.last[0]) return;
     const kvlab::Scores scores = choose(kv, kv.last_queries(), {}, {}, edits, s);
     kvlab::ops::keep_page_scores(kv.pages, scores, pins_, {}, order_.of(kv), s);
-    // No query counts as the one before the first step, so that it chooses again.
+    // No query is the one before the first step, so that its cosine is 0.
     kvlab::View<float, 3> last = last_.of(kv);
     last.data += kv.slots[0] * last.stride[0];
     last.extent[0] = 1;
@@ -89,14 +91,19 @@ class FreeKv final : public kvlab::Policy, public kvlab::PreparesSteps {
   }
 
   // The authors choose for all heads once one has turned, and fetch for the others later. The result is the same.
+  // All heads choose before the attention of a sequence's first step.
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
     if (step.layer < dense_) return;
-    Heads now;
-    if (speculation_) {
+    const auto choose_now = [&](const Heads& heads) {
+      choose(step, step.queries, heads, {kvlab::Deadline::this_attention}, edits, s);
+    };
+    if (speculation_)
       kvlab::ops::turned_heads(step.queries, step.pages, last_.of(step), threshold_, turned_.of(step), s);
-      now = Heads::flagged(turned_.of(step));
-    }
-    choose(step, step.queries, now, {kvlab::Deadline::this_attention}, edits, s);
+    if (first_apart()) choose_now(Heads::every(step.steps, std::numeric_limits<int>::max()));
+    if (!speculation_)
+      choose_now({});
+    else if (corrects_)
+      choose_now(Heads::flagged(turned_.of(step)));
     edits.attend(chosen_.of(step), pins_);
   }
 
@@ -108,6 +115,9 @@ class FreeKv final : public kvlab::Policy, public kvlab::PreparesSteps {
   }
 
  private:
+  // Whether the first step, whose cosine of 0 does not lie below the threshold, needs a choice of its own.
+  bool first_apart() const { return speculation_ && threshold_ <= 0; }
+
   // Of a budget: without the tokens that are read in any case.
   int unpaid(int tokens) const { return tokens - (pins_.first + pins_.last); }
 
@@ -121,6 +131,7 @@ class FreeKv final : public kvlab::Policy, public kvlab::PreparesSteps {
   }
 
   kvlab::Pins pins_;
+  bool corrects_;
   float threshold_;
   int dense_, bits_;
   bool speculation_, scaled_;

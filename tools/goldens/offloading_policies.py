@@ -72,11 +72,11 @@ class FreeKv(Fetching):
         self.chosen[layer, kv] = {between[i] for i in best}
 
     def turned(self, layer, q):
-        """Of each KV head. The first step has no query before it, which counts as a cosine of 0."""
+        """Of each KV head. The first step has no query before it, so all of its heads have turned."""
+        if layer not in self.queries:
+            return [True] * self.model.kv_heads
         if not self.corrects:
             return [False] * self.model.kv_heads
-        if layer not in self.queries:
-            return [0 < self.threshold] * self.model.kv_heads
         cosine = torch.nn.functional.cosine_similarity(q, self.queries[layer], -1)
         return [self.of_group(cosine, kv).mean().item() < self.threshold for kv in range(self.model.kv_heads)]
 

@@ -457,8 +457,12 @@ def test_freekv():
                              ([[40, 20, 0], [0, 2, 3]], {"softmax_mean": [0, 2], "mean": [0, 1], "max": [0, 1]})):
         for policy.group, pages in expected.items():
             assert policies.top(policy.reduced(torch.tensor(scores, dtype=torch.float64)), 2).tolist() == pages
+    for more in ({"threshold": 0.8}, {"threshold": -1}, {"correction": False}):
+        policy = policies.make({"name": "freekv", **more}, model(group=2))
+        assert policy.turned(1, torch.ones(2, 2)) == [True]
+        policy.queries[1] = torch.tensor([[1., 0], [1, 0]])
+        assert policy.turned(1, torch.tensor([[0., 1], [0, 1]])) == [more == {"threshold": 0.8}]
     policy = policies.make({"name": "freekv", "threshold": 0.8}, model(group=2))
-    assert policy.turned(1, torch.ones(2, 2)) == [True]
     for second, turned in ((.6, True), (.72, False)):
         policy.queries[1] = torch.tensor([[1., 0], [1, 0]])
         assert policy.turned(1, torch.tensor([[.9, (1 - .9**2)**.5], [second, (1 - second**2)**.5]])) == [turned]

@@ -1154,6 +1154,8 @@ TEST_CASE("cuda engine: steps of policies that edit all layers at once, and of o
        {"{leankv: {window: 8, high_from: 1.2, low_from: 0.3}}",
         "{name: kivi, policy: full, codec: {kivi4_pages: {group: 8, residual: 8}}}",
         "{flexicache: {unstable_heads: false, overlap: false, rerank_every: 4, budget: {tokens: 40}}}",
+        "{freekv: {sinks: 8, window: 8, dense_layers: 0, correction: false, budget: {tokens: 32}}}",
+        "{freekv: {sinks: 8, window: 8, dense_layers: 0, threshold: -0.2, budget: {tokens: 32}}}",
         "{flexicache: {unstable_heads: false, overlap: false, rerank_every: 1, frame_reuse: false, "
         "budget: {tokens: 40}}}"}) {
     CAPTURE(text);
@@ -1171,6 +1173,29 @@ TEST_CASE("cuda engine: steps of policies that edit all layers at once, and of o
         CHECK(p.graphs.store().positions_by_place(layer, slot, 1) ==
               p.eager.store().positions_by_place(layer, slot, 1));
     p.graphs.store().check_invariants();
+  }
+}
+
+// Without speculation each step reads what its own query chooses. So does the first one with it.
+TEST_CASE("cuda engine: freekv's first step chooses by its own query, whatever the threshold") {
+  const auto logits = [](const std::string& more) {
+    Pair p(test::policy_of("{freekv: {sinks: 8, window: 8, dense_layers: 0, budget: {tokens: 32}, " + more + "}}", 8));
+    test::Logits all;
+    for (const unsigned seed : {1, 2}) {  // the second sequence's first step is a graph's
+      const int slot = p.open(70, seed);
+      for (int i = 0; i < 2; ++i) p.step({slot}), all.push_back(p.last);
+      p.close(slot);
+    }
+    CHECK(p.graphs.replays() == 3);
+    return all;
+  };
+  const auto own = logits("speculation: false");
+  for (const char* more : {"correction: false", "threshold: -1", "threshold: 0", "threshold: 0.9"}) {
+    CAPTURE(more);
+    const auto read = logits(more);
+    for (const std::size_t first : {0, 2}) CHECK(read[first] == own[first]);
+    if (std::string(more) == "correction: false")  // the second one reads the first one's choice
+      for (const std::size_t second : {1, 3}) CHECK(read[second] != own[second]);
   }
 }
 
