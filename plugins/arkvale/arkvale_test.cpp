@@ -1,4 +1,5 @@
 #include "support/on_text.hpp"
+#include "support/one_head.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -121,4 +122,51 @@ TEST_CASE("arkvale: the budget pays for sinks, window and a page") {
   CHECK(read((pinned + 1) * page, 1280) == beside + 1);
   CHECK(read(96, 1280) == beside + 96 / 2 / page);
   CHECK(read(96, 16) == beside + 2);
+}
+
+// The method card's hand test: six pages, of which one is a sink's and two are the window's. Pages 1 and 6 are the best
+// of 1 to 7. Of the others that are there, 3 and 5 have the lowest scores.
+TEST_CASE("arkvale: the victims of the card's hand test leave") {
+  const OneHead::Vectors keys{{0, 0}, {9, 0}, {1, 0}, {2, 0}, {7, 0}, {3, 0}, {8, 0}, {0, 0}, {50, 0}, {50, 0}};
+  OneHead run("arkvale",
+              {{"sinks", std::int64_t{4}},
+               {"window", std::int64_t{2}},
+               {"top", std::int64_t{8}},
+               {"dense_layers", std::int64_t{0}}},
+              24, keys, 37, 1);
+  std::int32_t there[] = {3, 4, 5}, count = 3;
+  PageList list;
+  list.index = View<std::int32_t, 3>::dense(there, {1, 1, 3});
+  list.count = View<std::int32_t, 2>::dense(&count, {1, 1});
+  Edits before;
+  before.place(list, {.pins = {.first = 4, .last = 2}});
+  run.apply(before.all()[0]);
+  REQUIRE(run.on_device() == std::vector<std::int32_t>{0, 3, 4, 5, 8, 9});
+  const std::vector<Edit> edits = run.select({{1, 0}});
+  REQUIRE(edits.size() == 2);
+  REQUIRE(edits[0].verb == Edit::place);
+  CHECK(OneHead::pages_of(edits[0]) == std::vector<std::int32_t>{1, 6});
+  run.apply(edits[0]);
+  CHECK(run.on_device() == std::vector<std::int32_t>{0, 1, 4, 6, 8, 9});
+  CHECK(edits[1].resident);
+}
+
+// The method card's memory of a sequence, in the tags of the ledger. The device has the capacity's pages of each head
+// and digests of all pages, the host every page that is full.
+TEST_CASE("arkvale takes the bytes of the method's formula") {
+  OnText run(Role::policy, "arkvale", params({}), most_tokens, prompt + steps, page);
+  const std::int64_t d = run.config().head_dim, b = 4, heads = run.config().kv_heads, layers = run.config().layers;
+  const auto check = [&](std::int64_t n) {
+    CAPTURE(n);
+    const std::int64_t pages = (n + page - 1) / page, bound = heads * (layers - 1);
+    const auto of = [&](Tier tier, Tag tag) { return run.ledger().held(tier)[static_cast<std::size_t>(tag)]; };
+    const auto kv = [&](Tier tier) { return of(tier, Tag::keys) + of(tier, Tag::values); };
+    CHECK(kv(Tier::device) == 2 * d * b * page * (heads * pages + bound * (most_tokens / page)));
+    CHECK(kv(Tier::host) == 2 * d * b * page * bound * (n / page));
+    CHECK(of(Tier::device, Tag::summaries) == 2 * d * b * heads * layers * pages);
+  };
+  run.prefill(prompt);
+  check(prompt);
+  for (int step = 0; step < 17; ++step) run.step();
+  check(prompt + 17);
 }

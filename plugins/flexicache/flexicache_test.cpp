@@ -1,4 +1,5 @@
 #include "support/on_text.hpp"
+#include "support/one_head.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -282,5 +283,35 @@ TEST_CASE("flexicache: sequences that begin together choose in different steps, 
         CHECK((step - 1 + static_cast<int>(sequences[i])) % period == 0);
       }
     CHECK(changes > 0);
+  }
+}
+
+// FreeKV's card has hand tests 2 and 3 of these rules; the sums are theirs. A page's keys are all (a, b, 0, ...) and
+// the queries of the group unit vectors, so that a page scores a with one query and b with the other.
+TEST_CASE("flexicache: pages of a group by hand vectors, by each rule") {
+  struct Hand {
+    OneHead::Vectors pages;
+    const char* rule;
+    std::vector<float> scores;
+    std::vector<std::int32_t> best;
+  };
+  const OneHead::Vectors second{{10, 0}, {9, 9.5f}, {0, 10.5f}}, third{{40, 0}, {20, 2}, {0, 3}};
+  const Hand hands[] = {
+      {second, "max", {10, 9.5f, 10.5f}, {0, 2}},  {second, "mean", {5, 9.25f, 5.25f}, {1, 2}},
+      {second, "sum", {10, 18.5f, 10.5f}, {1, 2}}, {second, "softmax_mean", {.36553f, .26894f, .36554f}, {0, 2}},
+      {third, "max", {40, 20, 3}, {0, 1}},         {third, "mean", {20, 11, 1.5f}, {0, 1}},
+      {third, "sum", {40, 22, 3}, {0, 1}},         {third, "softmax_mean", {.518f, .130f, .353f}, {0, 2}},
+  };
+  for (const Hand& hand : hands) {
+    CAPTURE(hand.rule, hand.pages[0].first);
+    OneHead run("flexicache",
+                {{"group", std::string(hand.rule)}, {"unstable_heads", false}, {"stagger", false}, {"keep_new", false}},
+                2 * OneHead::page, hand.pages, 3 * OneHead::page, 2);
+    const std::vector<Edit> edits = run.prefill({{1, 0}, {0, 1}});
+    REQUIRE(edits.size() == 1);
+    REQUIRE(edits[0].verb == Edit::place);
+    CHECK(OneHead::pages_of(edits[0]) == hand.best);
+    for (int p = 0; p < 3; ++p)  // the order in which pages leave has the scores
+      CHECK(edits[0].order(0, 0, p) == Approx(hand.scores[static_cast<std::size_t>(p)]).margin(5e-4));
   }
 }

@@ -2,6 +2,7 @@
 
 #include "store/cpu_store.hpp"
 #include "support/on_text.hpp"
+#include "support/one_head.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -191,5 +192,25 @@ TEST_CASE("freekv: pages of a group by the card's hand vectors, in both scales")
     for (int p = 0; p < 3; ++p) CHECK(scores(0, 0, p) == Approx(hand.scores[static_cast<std::size_t>(p)]).margin(5e-4));
     REQUIRE(list.count(0, 0) == 2);
     CHECK(std::vector<std::int32_t>{list.index(0, 0, 0), list.index(0, 0, 1)} == hand.best);
+  }
+}
+
+// The method card's hand test 4: queries of length 1 at given cosines to those before.
+TEST_CASE("freekv: a head has turned by the card's cosines") {
+  for (const auto& [second, turned] : {std::pair{.6f, true}, std::pair{.72f, false}}) {
+    CAPTURE(second);
+    OneHead run("freekv",
+                {{"sinks", std::int64_t{0}},
+                 {"window", std::int64_t{1}},
+                 {"dense_layers", std::int64_t{0}},
+                 {"threshold", 0.8}},
+                2 * OneHead::page, {{1, 0}, {0, 1}, {1, 1}, {2, 0}}, 3 * OneHead::page + 1, 2);
+    const auto chooses = [&](const OneHead::Vectors& queries) {
+      const std::vector<Edit> edits = run.select(queries);
+      REQUIRE(edits[0].verb == Edit::place);
+      return edits[0].heads.on(0, 0);
+    };
+    CHECK(chooses({{1, 0}, {1, 0}}));  // of the first step
+    CHECK(chooses({{.9f, std::sqrt(1 - .9f * .9f)}, {second, std::sqrt(1 - second * second)}}) == turned);
   }
 }
