@@ -13,6 +13,7 @@
 #include "support/cell_fixture.hpp"
 #include "support/evict_and_recall.hpp"
 #include "support/joined_launches.hpp"
+#include "support/page_editor.hpp"
 #include "support/store_fixture.hpp"
 #include "support/token_reader.hpp"
 
@@ -1115,6 +1116,26 @@ TEST_CASE("cuda engine: edits of select take effect before this attention, or ri
     CHECK(next[1] != none[1]);
     CHECK(next == behind);
   }
+}
+
+TEST_CASE("cuda engine: edits of pages come neither earlier nor later than their deadline") {
+  test::check_page_deadlines([](Edit::Verb verb, test::PageEditor::From from, Deadline when) {
+    std::vector<std::shared_ptr<test::PageEditor>> made;
+    Pair p(test::full_spec(), [&] { return made.emplace_back(std::make_shared<test::PageEditor>(verb, from, when)); });
+    const int a = p.open(70, 1);
+    const Engine* engines[] = {&p.graphs, &p.eager};
+    std::vector<std::vector<int>> found[2];
+    test::Logits all;
+    for (int i = 0; i < 5; ++i) {
+      p.step({a}), all.push_back(p.last);
+      for (std::size_t e = 0; e < 2; ++e) found[e].push_back(made[e]->found(engines[e]->store().stream()));
+    }
+    CHECK(p.graphs.replays() == 4);
+    if (from != test::PageEditor::From::nowhere)
+      for (const auto& of_engine : found) test::check_deadline(verb, from, when, of_engine);
+    p.graphs.store().check_invariants();
+    return all;
+  });
 }
 
 TEST_CASE("cuda engine: steps that encode pages are replayed") {

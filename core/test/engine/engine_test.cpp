@@ -13,6 +13,7 @@
 #include "model/checkpoint.hpp"
 #include "ops/page/paged.hpp"
 #include "support/golden.hpp"
+#include "support/page_editor.hpp"
 #include "support/token_reader.hpp"
 
 using namespace kvlab;
@@ -249,6 +250,28 @@ TEST_CASE("each deadline is kept to the callback") {
     CHECK(policy->tokens == std::vector<int>{5, when.kind == Deadline::next_step ? 5 : 4});
     CHECK(engine.store().length(0, slot, 0) == 4);
   }
+}
+
+TEST_CASE("edits of pages come neither earlier nor later than their deadline") {
+  test::check_page_deadlines([](Edit::Verb verb, test::PageEditor::From from, Deadline when) {
+    const auto policy = std::make_shared<test::PageEditor>(verb, from, when);
+    Engine engine(tiny(), policy, options(1));
+    const int slot = engine.open(), vocab = engine.model().config.vocab;
+    std::vector<int> prompt;
+    for (int i = 0; i < 50; ++i) prompt.push_back(2 + i * 37 % 300);
+    REQUIRE(engine.prefill(slot, prompt, true, {}) == Fit::ok);
+    std::vector<std::vector<int>> found;
+    std::vector<std::vector<float>> all;
+    for (int i = 0; i < 5; ++i) {
+      const int token = 3 + i;
+      auto& logits = all.emplace_back(static_cast<std::size_t>(vocab));
+      REQUIRE(engine.step({slot}, {&token, 1}, View<float, 2>::dense(logits.data(), {1, vocab})) == Fit::ok);
+      found.push_back(policy->found(Stream::cpu()));
+    }
+    if (from != test::PageEditor::From::nowhere) test::check_deadline(verb, from, when, found);
+    engine.store().check_invariants();
+    return all;
+  });
 }
 
 TEST_CASE("a policy archives heads at the prompt's end, and fetches their tokens behind a step's attention") {
