@@ -21,6 +21,11 @@ struct kvlab::Choices<ScoreScale> {
   static constexpr std::pair<ScoreScale, const char*> all[] = {{ScoreScale::raw, "raw"},
                                                                {ScoreScale::scaled, "scaled"}};
 };
+template <>
+struct kvlab::Choices<kvlab::Summary> {
+  static constexpr std::pair<Summary, const char*> all[] = {{Summary::min_max, "min_max"},
+                                                            {Summary::centre_radius, "centre_radius"}};
+};
 
 namespace {
 
@@ -33,6 +38,7 @@ class FreeKv final : public kvlab::Policy, public kvlab::PreparesSteps {
         corrects_(p.get<bool>("correction")),
         threshold_(corrects_ ? p.get<float>("threshold") : -std::numeric_limits<float>::infinity()),
         dense_(p.get<int>("dense_layers")),
+        summary_(p.get<kvlab::Summary>("summary")),
         bits_(p.get<int>("summary_bits")),
         speculation_(p.get<bool>("speculation")),
         scaled_(p.get<ScoreScale>("scores") == ScoreScale::scaled),
@@ -43,7 +49,7 @@ class FreeKv final : public kvlab::Policy, public kvlab::PreparesSteps {
 
   kvlab::Needs needs() const override {
     return kvlab::Needs{}
-        .page_summary(kvlab::Summary::min_max, bits_)
+        .page_summary(summary_, bits_)
         .dense_layers(dense_)
         .host_pages(true)
         .observe_beside(true)
@@ -133,7 +139,9 @@ class FreeKv final : public kvlab::Policy, public kvlab::PreparesSteps {
   kvlab::Pins pins_;
   bool corrects_;
   float threshold_;
-  int dense_, bits_;
+  int dense_;
+  kvlab::Summary summary_;
+  int bits_;
   bool speculation_, scaled_;
   float scale_;
   int page_ = 1;
@@ -158,6 +166,8 @@ KVLAB_PLUGIN(kvlab::policy<FreeKv>("freekv", "speculative retrieval from the hos
                  .param("scores", ScoreScale::raw,
                         "before that softmax: raw, or scaled by 1 / sqrt(head_dim), times scale")
                  .param("dense_layers", 1, 0, kvlab::any, "first layers that attend to everything")
+                 .param("summary", kvlab::Summary::min_max,
+                        "of a page: min_max, its keys' extremes, or centre_radius, their mean distance from the centre")
                  .param("summary_bits", 16, 8, 16,
                         "of a number of a page's summary: 16, in the run's dtype, or 8, in codes")
                  .component("speculation", "pages of the previous step's query; off = each step waits for its own")

@@ -1177,6 +1177,7 @@ TEST_CASE("cuda engine: steps of policies that edit all layers at once, and of o
         "{flexicache: {unstable_heads: false, overlap: false, rerank_every: 4, budget: {tokens: 40}}}",
         "{freekv: {sinks: 8, window: 8, dense_layers: 0, correction: false, budget: {tokens: 32}}}",
         "{freekv: {sinks: 8, window: 8, dense_layers: 0, threshold: -0.2, budget: {tokens: 32}}}",
+        "{freekv: {sinks: 8, window: 8, dense_layers: 0, summary: centre_radius, group: mean, budget: {tokens: 32}}}",
         "{flexicache: {unstable_heads: false, overlap: false, rerank_every: 1, frame_reuse: false, "
         "budget: {tokens: 40}}}"}) {
     CAPTURE(text);
