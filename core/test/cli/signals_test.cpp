@@ -1,5 +1,7 @@
 // A signal asks a run to stop. The exit code tells the signal, nothing half-written stays, and the next run goes on.
 #include <catch2/catch.hpp>
+#include <chrono>
+#include <map>
 #include <optional>
 
 #include "base/stop.hpp"
@@ -72,6 +74,70 @@ TEST_CASE("SIGINT, SIGTERM and SIGHUP drop the cell under way, keep the finished
   CHECK(again.code == 0);
   CHECK_THAT(again.said, Catch::Contains(std::to_string(finished) + " of 4 cells were finished already"));
   CHECK(results::read_summary(folder / "out.h5").rows.size() == 4);
+}
+
+TEST_CASE("a run that is killed while its cell has pages on the host gives the undisturbed texts when it goes on") {
+  const char* cells =
+      "model: {path: bundled/recall}\n"
+      "page_size: 8\nspill: always\n"
+      "tasks: [niah: {context: 128, samples: 2, max_new_tokens: 8, question: decode}]\n"
+      "policies:\n"
+      "  - full\n"
+      "  - freekv: {sinks: 8, window: 8, budget: {tokens: 48}}\n"
+      "  - flexicache: {unstable_heads: false, rerank_every: 4, budget: {tokens: 48}}\n"
+      "  - quest: {budget: {tokens: 48}, placement: {tier: host}}\n"
+      "metrics: [score]\n"
+      "backend: cpu\nthreads: 1\n";
+  using Clock = std::chrono::steady_clock;
+  // The texts of each policy's cell.
+  const auto texts = [](const std::string& file) {
+    std::map<std::string, std::vector<std::string>> out;
+    const auto samples = results::read_samples(file);
+    for (const auto& row : results::read_summary(file).rows) {
+      CHECK(row.status == "ok");
+      if (row.policy != "full") CHECK(row.host_bytes_decode > 0);
+      for (const auto& sample : samples.at(row.cell)) out[row.policy].push_back(sample.output);
+    }
+    return out;
+  };
+  const auto first_cell = [](Child& child, const Folder& folder) {
+    REQUIRE(child.reaches([&] { return folder.files("out.h5.parts", ".h5") >= 1; }));
+    return Clock::now();
+  };
+
+  const Folder undisturbed;
+  Clock::duration of_cell;
+  {
+    Child child(words(undisturbed, undisturbed.write("e.yaml", cells)));
+    const auto begin = first_cell(child, undisturbed);
+    REQUIRE(child.reaches([&] { return undisturbed.files("out.h5.parts", ".h5") >= 2; }));
+    of_cell = Clock::now() - begin;
+    REQUIRE(child.wait().code == 0);
+  }
+  const auto wanted = texts(undisturbed / "out.h5");
+  REQUIRE(wanted.size() == 4);
+
+  for (const int signal : {SIGTERM, SIGKILL}) {  // the second one leaves no time to drop the cell
+    CAPTURE(signal);
+    std::optional<Folder> place;
+    for (int i = 0; i < test::attempts && (i == 0 || place->files("out.h5.parts", ".h5") == 4); ++i) {
+      place.emplace();
+      Child child(words(*place, place->write("e.yaml", cells)), [] { ::signal(SIGTERM, SIG_DFL); });
+      first_cell(child, *place);
+      std::this_thread::sleep_for(of_cell / 2);  // in the middle of freekv's cell
+      child.kill(signal);
+      const Ended ended = child.wait();
+      INFO(ended.said);
+      CHECK((signal == SIGKILL ? ended.signal == SIGKILL : ended.code == 128 + signal));
+    }
+    const std::size_t finished = place->files("out.h5.parts", ".h5");
+    REQUIRE(finished < 4);
+    const Ended again = Child(words(*place, *place / "e.yaml")).wait();
+    INFO(again.said);
+    CHECK(again.code == 0);
+    CHECK_THAT(again.said, Catch::Contains(std::to_string(finished) + " of 4 cells were finished already"));
+    CHECK(texts(*place / "out.h5") == wanted);
+  }
 }
 
 TEST_CASE("a second signal ends a process at once; the same request again does not") {
