@@ -1,5 +1,6 @@
-// The plan of a prompt's store_as edit: where each head's tokens go, and which frames its pages take. A GPU's kernels
-// plan it, or the CPU's threads (Needs::planned_on_host).
+// The plan of a prompt's store_as edit: where each head's tokens go, and which frames its pages take. Copies, and
+// frames that are given back, are no part of it. A GPU's kernels plan it, or the CPU's threads
+// (Needs::planned_on_host).
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -205,14 +206,17 @@ std::vector<Case> list() {
   std::vector<Case> v;
   for (const By by : {By::device, By::host, By::crossing}) {
     for (const int tokens : {1, 200, 333}) {
-      v.push_back(compaction({by, 5, 3, tokens}, fmt::format("store_as, 15 heads of {} tokens", tokens)));
-      v.push_back(compaction({by, 13, 3, tokens, true}, fmt::format("store_as, 39 heads of up to {} tokens", tokens)));
+      v.push_back(compaction({by, 5, 3, tokens}, fmt::format("plan of levels, 15 heads of {} tokens", tokens)));
+      v.push_back(
+          compaction({by, 13, 3, tokens, true}, fmt::format("plan of levels, 39 heads of up to {} tokens", tokens)));
     }
     // Heads that the warps of a block share.
     for (const int tokens : {5000, 9333})
-      v.push_back(compaction({by, 3, 5, tokens, true}, fmt::format("store_as, 15 heads of up to {} tokens", tokens)));
-    // As LeanKV's paper plans: 128 sequences of 1K tokens, here of all 32 layers of Llama-3.1-8B.
-    v.push_back(compaction({by, 32 * 128, 8, 1024}, "store_as, 32 layers, 128 x 8 heads of 1024"));
+      v.push_back(
+          compaction({by, 3, 5, tokens, true}, fmt::format("plan of levels, 15 heads of up to {} tokens", tokens)));
+    // As LeanKV's paper plans: 128 sequences of 1K tokens, here of all 32 layers of Llama-3.1-8B in one launch. The
+    // store plans a layer at a time.
+    v.push_back(compaction({by, 32 * 128, 8, 1024}, "plan of levels, 32 layers in a launch, 128 x 8 heads of 1024"));
     v.back().timed_cuda = true;
     v.back().timed_cpu = by == By::host;
     v.back().runs = 9;
