@@ -71,6 +71,10 @@ std::shared_ptr<Policy> coded(std::shared_ptr<Policy> policy, const Codec* codec
   if (const char* why = codec ? takes_no_codec(*policy) : nullptr)
     refuse(std::string("got a codec beside a policy plugin ") + why);
   if (host_codec) {
+    if (policy->needs().archive())
+      refuse(
+          "got a codec for pages on the host beside a policy plugin that archives heads there, wanted none: archived "
+          "tokens come back one by one into the device's pages, so both have one codec");
     if (!policy->needs().host_pages())
       refuse("got a codec for pages on the host beside a policy plugin, wanted none: it places no pages there");
     if (const char* why = no_host_codec(*host_codec)) refuse(why);

@@ -120,7 +120,9 @@ class Matrix {
       s.profile = "profile";
   }
   bool may_have_host_pages(const PolicySpec& s) const {
-    return s.policy ? make<Policy>(s.policy)->needs().host_pages() : !s.pruner;
+    if (!s.policy) return !s.pruner;
+    const Needs needs = make<Policy>(s.policy)->needs();
+    return needs.host_pages() || needs.archive();
   }
 
   std::string refusal(const PolicySpec& spec) const {
@@ -209,8 +211,8 @@ std::string codec_page(const std::vector<CodecTable>& tables, const std::string&
              "core refuses it before a run, for the reason below. A split or a rescorer stands beside the first "
              "scorer\n"
              "that takes it, of those that evict nothing in decode steps if there is one. For a policy that "
-             "places its\n"
-             "pages on the host, the first column of the second table is that policy alone.\n",
+             "has pages\n"
+             "on the host by itself, the first column of the second table is that policy alone.\n",
              made_for) +
          body;
 }

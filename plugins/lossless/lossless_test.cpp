@@ -60,6 +60,13 @@ TEST_CASE("lossless: what it does not go with is refused by name") {
   spec = built.below("lossless");
   spec.policy = built.use(Role::policy, "leankv");
   refused(spec, "it places no pages there");
+  spec.policy = built.use(Role::policy, "heterocache");
+  spec.profile = "roles.h5";
+  for (const char* codec : {"lossless", "int8"}) {
+    spec.placement.codec = built.use(Role::codec, codec);
+    refused(spec, "a policy plugin that archives heads there, wanted none: archived tokens come back one by one");
+  }
+  spec = built.below("lossless");
   spec.codec = built.use(Role::codec, "int8");
   spec.policy = built.use(Role::policy, "freekv");
   refused(spec, "got a codec beside one that packs pages on the host");

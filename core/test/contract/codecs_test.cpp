@@ -127,6 +127,27 @@ TEST_CASE("every codec goes with every method and tier, or is refused by name be
     }
 }
 
+TEST_CASE("a policy that archives heads takes no other codec on the host, and the tables say so", "[cpu]") {
+  if (skip_on_cuda()) return;
+  const auto tables = codec_tables(subjects().catalog(), *tiny_model("llama-gqa3"), Device::cpu, 8, Subjects::use);
+  const CodecTable &device = tables[0], &host = tables[1];
+  int archiving = 0;
+  for (std::size_t row = 0; row < device.cells.size() && !device.cells[row].empty(); ++row) {
+    PolicySpec spec = device.cells[row][0].spec;
+    spec.codec.reset();
+    if (!spec.policy || !about(spec) || !subjects().policy(spec)->needs().archive()) continue;
+    CAPTURE(device.row_names[row]);
+    ++archiving;
+    const auto found = std::find(host.row_names.begin(), host.row_names.end(), device.row_names[row]);
+    REQUIRE(found != host.row_names.end());
+    const std::vector<CodecCell>& cells = host.cells[static_cast<std::size_t>(found - host.row_names.begin())];
+    CHECK(cells[0].refused.empty());
+    for (std::size_t column = 1; column < cells.size(); ++column)
+      CHECK_THAT(cells[column].refused, Catch::Contains("a policy plugin that archives heads there, wanted none"));
+  }
+  if (of_the_tree()) CHECK(archiving > 0);
+}
+
 // Core decides nothing by the tier: pages on the host have the same rows. Tokens that wait for their codes stay exact.
 TEST_CASE("a codec with a format of its own gives the same where pages lie on the host") {
   Run run;
