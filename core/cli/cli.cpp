@@ -353,7 +353,8 @@ void CommandLine::add_rest() {
                          if (matrix_) {
                            const auto model = model_outline(*open_model(usual_synthetic, "", {}), DType::bf16,
                                                             usual_synthetic, Device::cpu);
-                           fmt::print("{}", codec_page(codec_tables(RegistryCatalog(r), *model, Device::cpu, 16),
+                           const RegistryCatalog catalog(r);
+                           fmt::print("{}", codec_page(catalog, codec_tables(catalog, *model, Device::cpu, 16),
                                                        "for pages of 16 tokens in bf16 with a head dimension of 128"));
                            return 0;
                          }

@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "compose/row_coded.hpp"
 #include "engine/store_options.hpp"
 #include "experiment/build_policy.hpp"
 #include "plugin/parameters.hpp"
@@ -170,6 +171,24 @@ std::string without_names(std::string reason) {
   return reason;
 }
 
+const char* bytes_of(const Codec& codec) {
+  if (codes_rows(codec)) return "**none saved**: functional";
+  return codec.spec().packs ? "saved on the link alone" : "saved: pages store the codes";
+}
+
+std::string codec_rows(const PluginCatalog& catalog) {
+  const std::vector<std::string> names = catalog.names(Role::codec);
+  if (names.empty()) return "";
+  std::string rows =
+      "\n## The codecs\n\nA functional codec changes the numbers that attention reads. Pages store these in the run's "
+      "dtype.\n\n| codec | bytes | what it does |\n|---|---|---|\n";
+  for (const std::string& name : names) {
+    const PluginInfo& info = *catalog.find(Role::codec, name);
+    rows += fmt::format("| `{}` | {} | {} |\n", name, bytes_of(*create<Codec>(info, resolve(info, {}))), info.help);
+  }
+  return rows;
+}
+
 }  // namespace
 
 std::vector<CodecTable> codec_tables(const PluginCatalog& catalog, const Model& model, Device device, int page_size,
@@ -177,9 +196,10 @@ std::vector<CodecTable> codec_tables(const PluginCatalog& catalog, const Model& 
   return Matrix(catalog, model, device, page_size, choice).tables();
 }
 
-std::string codec_page(const std::vector<CodecTable>& tables, const std::string& made_for) {
+std::string codec_page(const PluginCatalog& catalog, const std::vector<CodecTable>& tables,
+                       const std::string& made_for) {
   std::vector<std::string> reasons;
-  std::string body;
+  std::string body = codec_rows(catalog);
   for (const CodecTable& t : tables) {
     body += fmt::format("\n## {}\n\n| {} |", t.title, t.rows);
     for (const std::string& name : t.column_names) body += fmt::format(" {} |", name);

@@ -31,7 +31,9 @@ using PluginChoice = std::function<PluginUse(const PluginInfo&)>;
 std::vector<CodecTable> codec_tables(const PluginCatalog& catalog, const Model& model, Device device, int page_size,
                                      const PluginChoice& choice = {});
 
-// The tables as a Markdown page: "ok", or the number of the reason below.
-std::string codec_page(const std::vector<CodecTable>& tables, const std::string& made_for);
+// The tables as a Markdown page: "ok", or the number of the reason below. In front of them a table of the codecs, which
+// says of each whether it saves bytes.
+std::string codec_page(const PluginCatalog& catalog, const std::vector<CodecTable>& tables,
+                       const std::string& made_for);
 
 }  // namespace kvlab

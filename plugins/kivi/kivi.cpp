@@ -139,11 +139,19 @@ constexpr const char* at_least = "newest tokens that stay exact, at least";
 
 }  // namespace
 
-KVLAB_PLUGIN((kivi<Kivi<2>>("kivi2", "2 bits, keys by channel and values by token (KIVI, Liu et al. 2024). Functional",
+KVLAB_PLUGIN((kivi<Kivi<2>>("kivi2",
+                            "2 bits, keys by channel and values by token, with the paper's exact tokens (KIVI, Liu et "
+                            "al. 2024). Functional: it saves no bytes",
                             4, 1, exact)),
-             (kivi<Kivi<4>>("kivi4", "4 bits, keys by channel and values by token (KIVI, Liu et al. 2024). Functional",
+             (kivi<Kivi<4>>("kivi4",
+                            "4 bits, keys by channel and values by token, with the paper's exact tokens (KIVI, Liu et "
+                            "al. 2024). Functional: it saves no bytes",
                             4, 1, exact)),
-             (kivi<KiviPages<2>>("kivi2_pages", "kivi2 in stored codes: whole pages age, keys and values together", 8,
-                                 0, at_least)),
-             (kivi<KiviPages<4>>("kivi4_pages", "kivi4 in stored codes: whole pages age, keys and values together", 8,
-                                 0, at_least)))
+             (kivi<KiviPages<2>>("kivi2_pages",
+                                 "the numbers of kivi2 in stored codes, with more exact tokens: whole pages age, keys "
+                                 "and values together",
+                                 8, 0, at_least)),
+             (kivi<KiviPages<4>>("kivi4_pages",
+                                 "the numbers of kivi4 in stored codes, with more exact tokens: whole pages age, keys "
+                                 "and values together",
+                                 8, 0, at_least)))

@@ -129,6 +129,8 @@ TEST_CASE("list --matrix is a page, and report --memory has the bytes of each co
   const Ended page = test::run_kvlab({"list", "--matrix"});
   CHECK(page.code == 0);
   CHECK_THAT(page.said, Catch::StartsWith("# Codecs beside methods\n") && Catch::Contains("\n| `full` | ok |"));
+  CHECK_THAT(page.said, Catch::Contains("\n| `kivi2` | **none saved**: functional |") &&
+                            Catch::Contains("\n| `kivi2_pages` | saved: pages store the codes |"));
   const Folder folder;
   REQUIRE(run(folder, "  - full\n  - {name: coded, policy: full, codec: k8v4}\n").code == 0);
   const Ended memory = test::run_kvlab({"report", folder / "out.h5", "--memory", "--format", "csv"});

@@ -337,7 +337,7 @@ TEST_CASE("a page of tables numbers each reason once, names left out", "[cpu]") 
   t.cells[0][1].refused = "got codec 'y' beside 'a', wanted none";
   t.cells[1][0].refused = "got codec 'x' beside 'b', wanted none";
   t.cells[1][1].refused = "other";
-  CHECK_THAT(codec_page({t}, "for this"),
+  CHECK_THAT(codec_page(Fixed(), {t}, "for this"),
              Catch::Contains("## T\n\n| method | x | y |\n|---|---|---|\n| `a` | ok | 1 |\n| `b` | 1 | 2 |\n") &&
                  Catch::Contains("\n1. got codec beside, wanted none\n2. other\n") && Catch::Contains("\nfor this.\n"));
 }
