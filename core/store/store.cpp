@@ -804,9 +804,14 @@ IndexList Store::resolve_attend(const Edit& e, const std::vector<std::int32_t>& 
 
 void Store::check_codecs(const StoreOptions& o) {
   if (o.codecs.empty() || o.codecs.size() > 2)
-    throw Error(Errc::config, "got a policy with " + std::to_string(o.codecs.size()) + " codecs, wanted one or two");
+    throw Error(Errc::config,
+                "got a policy with " + std::to_string(o.codecs.size()) +
+                    " codecs, wanted one or two: one number a head says which of its pages have the second");
   if (o.codecs.size() == 2 && (o.host_pages || o.archive))
-    throw Error(Errc::unsupported, "got two codecs with pages on the host, wanted one codec, or pages on the device");
+    throw Error(
+        Errc::unsupported,
+        "got two codecs with pages on the host, wanted one codec, or pages on the device: a page that comes back "
+        "would have the first codec, in the place of one of the second");
 }
 
 std::vector<std::int32_t> Store::in_all_layers(const std::vector<std::int32_t>& slots) const {

@@ -230,7 +230,8 @@ TEST_CASE("wrong levels are refused") {
   SECTION("more codecs than two") {
     StoreOptions o = f.options;
     o.codecs.push_back(high);
-    CHECK_THROWS_AS(check_store(o, Device::cpu), Error);
+    CHECK_THROWS_WITH(check_store(o, Device::cpu),
+                      Catch::Contains("got a policy with 3 codecs, wanted one or two: one number a head says which"));
   }
 }
 
