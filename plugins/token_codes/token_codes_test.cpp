@@ -1,6 +1,10 @@
+#include <kvlab/row_codec.hpp>
+
 #include <catch2/catch.hpp>
 #include <cmath>
+#include <limits>
 #include <map>
+#include <random>
 
 #include "ops/page/paged.hpp"
 #include "plugin/loader.hpp"
@@ -63,6 +67,65 @@ TEST_CASE("atom: a rounded zero, by hand") {
   CHECK(spec_of("atom", real) == spec_of("int8"));
   CHECK(spec_of("atom", {{"zero", std::string("real")}}) == spec_of("int4"));
   CHECK_THROWS_WITH(spec_of("atom", {{"bits", std::int64_t{3}}}), Catch::Contains("got 3 bits, wanted 2, 4 or 8"));
+}
+
+namespace {
+
+using ParamMap = std::map<std::string, ParamValue>;
+
+// A row through atom_clip.
+std::vector<float> clipped(const ParamMap& given, const std::vector<float>& x) {
+  Registry registry;
+  const PluginInfo& plugin = registry.require(Role::codec, "atom_clip");
+  const auto made = create<Codec>(plugin, resolve(plugin, given));
+  const auto& codec = dynamic_cast<const RowCodec&>(*made);
+  const auto dim = static_cast<std::int64_t>(x.size());
+  std::vector<float> out(x.size(), -7);
+  codec.decode(KvSide::key, codec.encode(KvSide::key, View<const float, 2>::dense(x.data(), {1, dim})),
+               View<float, 2>::dense(out.data(), {1, dim}));
+  return out;
+}
+
+void check_near(const std::vector<float>& got, const std::vector<double>& wanted) {
+  REQUIRE(got.size() == wanted.size());
+  for (std::size_t i = 0; i < got.size(); ++i) CHECK(double{got[i]} == Approx(wanted[i]).margin(2e-3));
+}
+
+}  // namespace
+
+// Without clipping the scale is .2 and the zero 5. With .5 the ends are -.5 and 1, the scale .1 and the zero 5.
+TEST_CASE("atom_clip: the card's vector, and the same clipped, by hand") {
+  check_near(clipped({}, {-1, 0, .33f, 2}), {-1, 0, .4, 2});
+  check_near(clipped({{"clip", .5}}, {-1, 0, .33f, 2}), {-.5, 0, .3, 1});
+  CHECK(clipped({{"clip", .5}}, {10, 12})[0] ==
+        Approx(1).epsilon(1e-3));  // one sign: ends 5 and 6, 15 scales of 1 / 15
+  CHECK_THROWS_WITH(clipped({{"bits", std::int64_t{3}}}, {1}), Catch::Contains("got 3 bits, wanted 2, 4 or 8"));
+  for (const double clip : {0., 1.5, -1.}) CHECK_THROWS_AS(clipped({{"clip", clip}}, {1}), Error);
+}
+
+TEST_CASE("atom_clip: without clipping its numbers are those of atom's pages, bit by bit") {
+  const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  std::mt19937 rng(1);
+  std::normal_distribution<float> normal(0, 3);
+  for (const std::int64_t bits : {2, 4, 8})
+    for (int row = 0; row < 40; ++row) {
+      std::vector<float> x(16);
+      for (float& y : x) y = normal(rng) + static_cast<float>(row % 5 - 2) * 4;
+      if (row % 8 == 1) x[3] = nan;
+      if (row % 8 == 2) x[3] = inf;
+      if (row % 8 == 3) x[3] = -inf;
+      if (row == 4) x.assign(16, -3);
+      if (row == 5) x.assign(16, nan);
+      if (row == 6) x.assign(16, 0);
+      const ParamMap given{{"bits", bits}};
+      const PageLayout l = ops::make_layout(DType::f32, spec_of("atom", given), 1, 16, 0);
+      std::vector<std::byte> frame(static_cast<std::size_t>(l.bytes));
+      ops::write_token(frame.data(), l, 0, x.data(), x.data(), 0);
+      std::vector<float> wanted(16);
+      ops::read_row(frame.data(), l, KvSide::key, 0, wanted.data());
+      CAPTURE(bits, row);
+      CHECK(clipped(given, x) == wanted);
+    }
 }
 
 TEST_CASE("token_codes: bytes of a token as on LeanKV's card, one state column included") {
