@@ -73,10 +73,11 @@ class HeteroCache final : public kvlab::Policy {
   }
 
   // The heads' tokens are the budget's in the mean, and at least one. Each head rounds its own up to a page. Satellites
-  // have the prompt on the host too.
+  // have the prompt on the host too. Core asks for the longest prompt before a run, so a budget that is too small for
+  // the roles is refused then.
   kvlab::Demand demand(int prompt, int max_new) const override {
     const int budget = budget_.budget(prompt), p = budget_.whole_pages(prompt);
-    if (budget < 0 || heterocache::base_of(weights_.size(), full_, prompt, exact(prompt, budget)) == 0) return {};
+    if (budget < 0 || base_of(prompt, budget) == 0) return {};
     const std::int64_t kept = std::int64_t{std::min(budget, prompt)} + page_;
     const double satellites = static_cast<double>(std::count(role_.begin(), role_.end(), satellite));
     const double below = recalls_ ? satellites / static_cast<double>(role_.size()) : 0;
@@ -146,11 +147,7 @@ class HeteroCache final : public kvlab::Policy {
     if (n == kv.chunk_queries.extent[2]) first_[slot] = true;
     if (!kv.last[0] || !first_[slot]) return;
     if (static_cast<std::size_t>(kv.layer) + 1 == follows_.size()) first_[slot] = false;
-    const double budget = exact(n, kv.budget_tokens(0));
-    const int base = heterocache::base_of(weights_.size(), full_, n, budget);
-    if (base == 0 && amount_.kind != kvlab::BudgetAmount::ratio)
-      refuse(("a prompt of " + std::to_string(n) + " tokens with a budget of ").c_str(), budget,
-             static_cast<double>(full_) * n / static_cast<double>(weights_.size()));
+    const int base = base_of(n, kv.budget_tokens(0));
     if (watches(kv)) kvlab::ops::forget_waiting(kv.pages, due(kv), s);
     if (base == 0 || base == n) return;  // a ratio of a few tokens is none
     const auto first = static_cast<std::size_t>(kv.layer) * heads_of_layer_;
@@ -206,9 +203,16 @@ class HeteroCache final : public kvlab::Policy {
   }
 
  private:
-  // The budget's tokens of a KV head. Those of a ratio are no whole number, and base_of rounds once.
-  double exact(int n, int tokens) const {
-    return amount_.kind == kvlab::BudgetAmount::ratio ? std::max(1., n * amount_.value) : tokens;
+  // L_base of a prompt of n tokens, where the budget gives a KV head `tokens`. Those of a ratio are no whole number,
+  // and heterocache::base_of rounds once. attach has refused a ratio that is too small.
+  int base_of(int n, int tokens) const {
+    const bool ratio = amount_.kind == kvlab::BudgetAmount::ratio;
+    const double budget = ratio ? std::max(1., n * amount_.value) : tokens;
+    const int base = heterocache::base_of(weights_.size(), full_, n, budget);
+    if (base == 0 && !ratio)
+      refuse(("a prompt of " + std::to_string(n) + " tokens with a budget of ").c_str(), budget,
+             static_cast<double>(full_) * n / static_cast<double>(weights_.size()));
+    return base;
   }
   bool watches(const kvlab::LayerKv& kv) const { return recalls_ && follows_[static_cast<std::size_t>(kv.layer)]; }
   kvlab::HeadFlags due(const kvlab::LayerKv& kv) const { return recall_steps_ > 1 ? due_.of(kv) : drifted_.of(kv); }

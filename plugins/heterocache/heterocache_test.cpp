@@ -234,15 +234,17 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
     const char* order;
     bool retrieval, asynchrony, stagger;
     int recall_steps = 1;
-    int again = 0;  // tokens of a second prompt after seven steps
+    int again = 0;      // tokens of a second prompt after seven steps
+    bool zero = false;  // a satellite and an anchor have no stable token
   };
-  const auto x =
-      GENERATE(Setting{.5, 5, 5, "score", true, true, true}, Setting{.97, 5, 5, "score", true, false, false},
-               Setting{.97, 5, 5, "position", true, true, true}, Setting{.97, 5, 5, "score", true, true, true},
-               Setting{.95, 4, 1, "score", true, true, true}, Setting{1, 3, 2, "score", false, true, true},
-               Setting{0, 2, 2, "score", true, true, false}, Setting{.97, 5, 5, "score", true, true, true, 4},
-               Setting{.97, 3, 2, "score", true, false, false, 7}, Setting{.97, 5, 5, "score", true, true, true, 1, 9},
-               Setting{.97, 3, 2, "score", true, false, true, 4, 90});
+  const auto x = GENERATE(
+      Setting{.5, 5, 5, "score", true, true, true}, Setting{.97, 5, 5, "score", true, false, false},
+      Setting{.97, 5, 5, "position", true, true, true}, Setting{.97, 5, 5, "score", true, true, true},
+      Setting{.95, 4, 1, "score", true, true, true}, Setting{1, 3, 2, "score", false, true, true},
+      Setting{0, 2, 2, "score", true, true, false}, Setting{.97, 5, 5, "score", true, true, true, 4},
+      Setting{.97, 3, 2, "score", true, false, false, 7}, Setting{.97, 5, 5, "score", true, true, true, 1, 9},
+      Setting{.97, 3, 2, "score", true, false, true, 4, 90}, Setting{.97, 5, 5, "score", true, true, true, 1, 0, true},
+      Setting{.97, 5, 5, "position", true, false, false, 1, 0, true});
   CAPTURE(x.threshold, x.window, x.every, x.order, x.retrieval, x.recall_steps, x.again);
   const ParamMap params{{"threshold", x.threshold},
                         {"window", std::int64_t{x.window}},
@@ -253,18 +255,25 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
                         {"stagger", x.stagger},
                         {"recall_steps", std::int64_t{x.recall_steps}}};
   constexpr int budget = 120;
-  OnText run(Role::policy, "heterocache", params, budget, prompt + steps + x.again, page, roles);
+  const auto profile = [&](int layers, int heads) {
+    Profile p = roles(layers, heads);
+    auto& stable = p["stable"].values;
+    if (x.zero) stable[1] = stable.back() = 0;
+    return p;
+  };
+  OnText run(Role::policy, "heterocache", params, budget, prompt + steps + x.again, page, profile);
   const int layers = run.config().layers, heads = run.config().kv_heads;
   REQUIRE(heads >= 3);
-  const Profile p = roles(layers, heads);
+  const Profile p = profile(layers, heads);
   std::vector<double> w;
   std::size_t full = 0;
   for (std::size_t i = 0; i < p.at("role").values.size(); ++i) {
-    w.push_back(p.at("role").values[i] == 2 ? 0 : 1 / double{p.at("stable").values[i]});
+    w.push_back(p.at("role").values[i] == 2 ? 0 : 1 / std::max(.05, double{p.at("stable").values[i]}));
     full += p.at("role").values[i] == 2;
   }
   const int base = heterocache::base_of(w.size(), full, prompt, budget);
   const Ints tokens = heterocache::divided(w, base, prompt, true);
+  if (x.zero) CHECK((tokens[1] == *std::max_element(tokens.begin() + 1, tokens.begin() + heads)));
   const auto at = [&](int layer, int head) { return static_cast<std::size_t>(layer * heads + head); };
 
   run.prefill(prompt);
@@ -370,6 +379,9 @@ TEST_CASE("heterocache refuses a budget that full heads alone take, and profiles
   Edits edits;
   CHECK_THROWS_WITH(policy->prefill(kv, edits, Stream::cpu()),
                     Catch::Contains("got a prompt of 64 tokens with a budget of 8, wanted more than 8: pivots"));
+  CHECK_THROWS_WITH(policy->demand(64, 9),
+                    Catch::Contains("got a prompt of 64 tokens with a budget of 8, wanted more than 8: pivots"));
+  CHECK_NOTHROW(policy->demand(63, 9));
   Profile none = p;
   none["role"].values[3] = NAN;
   CHECK_THROWS_WITH(made({}, none), Catch::Contains("wanted one with decode steps"));

@@ -31,6 +31,7 @@ class HeterocacheHeads final : public kvlab::Profiler {
  public:
   explicit HeterocacheHeads(const kvlab::Params& p)
       : k_(p.get<std::size_t>("k")),
+        kernel_(p.get<std::size_t>("kernel")),
         steps_(p.get<int>("steps")),
         step_(p.get<int>("step")),
         group_(p.get<kvlab::GroupRule>("group")),
@@ -42,6 +43,8 @@ class HeterocacheHeads final : public kvlab::Profiler {
         tau_sim_(p.get<float>("tau_sim")),
         ratio_(p.get<double>("ratio")),
         least_stability_(p.get<double>("least_stability")) {
+    if (kernel_ % 2 == 0)
+      throw kvlab::Error(kvlab::Errc::config, "got a kernel of " + std::to_string(kernel_) + ", wanted an odd one");
     if (step_ > steps_)
       throw kvlab::Error(kvlab::Errc::config, "got step " + std::to_string(step_) + ", wanted at most " +
                                                   std::to_string(steps_) + ", the number of steps");
@@ -105,7 +108,7 @@ class HeterocacheHeads final : public kvlab::Profiler {
       std::vector<double> nearest(static_cast<std::size_t>(kv.kv_heads()));
       for (int head = 0; head < kv.kv_heads(); ++head) {
         Prompt& prompt = prompts_.at(kv.slots[row], kv.layer, head);
-        best.push_back(heterocache::top(heterocache::pooled({&row_of(row, head, 0), prompt.tokens}), k_));
+        best.push_back(heterocache::top(heterocache::pooled({&row_of(row, head, 0), prompt.tokens}, kernel_), k_));
         if (t == 0) prompt.best = best.back();
         stable_.add({kv.layer, head, t}, heterocache::overlap(best.back(), prompt.best));
         pairs_.add({kv.layer, head, head, t}, 1);
@@ -136,7 +139,7 @@ class HeterocacheHeads final : public kvlab::Profiler {
     return {{shape_.layers, shape_.kv_heads}, values, unit};
   }
 
-  std::size_t k_;
+  std::size_t k_, kernel_;
   int steps_, step_;
   kvlab::GroupRule group_;
   Over stability_, similarity_, graph_;
@@ -154,6 +157,7 @@ class HeterocacheHeads final : public kvlab::Profiler {
 KVLAB_PLUGIN(kvlab::profiler<HeterocacheHeads>("heterocache_heads",
                                                "the roles of HeteroCache's KV heads, and their shares of a budget")
                  .param("k", 1024, 1, kvlab::any, "tokens of a top set; all of a shorter prompt")
+                 .param("kernel", 5, 1, 1023, "tokens of which attention takes the average; odd, as in the policy")
                  .param("steps", 100, 1, 65536, "decode steps of each prompt that count")
                  .param("tau_stable", 0.5, 1e-6, 1, "least stability of an anchor")
                  .param("tau_sim", 0.5, 1e-6, 1, "least overlap of similar heads")

@@ -31,7 +31,7 @@ Edges edges(const std::vector<std::pair<std::size_t, std::size_t>>& list) {
   return out;
 }
 
-Tokens top_of(const Floats& row, std::size_t k) { return heterocache::top(heterocache::pooled(row), k); }
+Tokens top_of(const Floats& row, std::size_t k) { return heterocache::top(heterocache::pooled(row, 5), k); }
 
 Instance<Profiler> profiler_with(const ParamMap& params) {
   static Registry registry;
@@ -144,11 +144,13 @@ std::string refusal(const ParamMap& params) {
 
 }  // namespace
 
-TEST_CASE("pooling averages 5 neighbours and counts zeros beyond the ends") {
-  check_near(heterocache::pooled(Floats{1, 2, 3, 4, 5, 6}), {1.2, 2, 3, 4, 3.6, 3});
-  check_near(heterocache::pooled(Floats{5}), {1});
-  check_near(heterocache::pooled(Floats{1, 2, 3}), {1.2, 1.2, 1.2});  // shorter than the window
-  CHECK(heterocache::pooled({}).empty());
+TEST_CASE("pooling averages 5 neighbours, or another odd number, and counts zeros beyond the ends") {
+  check_near(heterocache::pooled(Floats{1, 2, 3, 4, 5, 6}, 5), {1.2, 2, 3, 4, 3.6, 3});
+  check_near(heterocache::pooled(Floats{5}, 5), {1});
+  check_near(heterocache::pooled(Floats{1, 2, 3}, 5), {1.2, 1.2, 1.2});  // shorter than the window
+  CHECK(heterocache::pooled({}, 5).empty());
+  check_near(heterocache::pooled(Floats{1, 2, 3, 4, 5, 6}, 3), {1, 2, 3, 4, 5, 11 / 3.});
+  CHECK(heterocache::pooled(Floats{1, 2, 3}, 1) == Floats{1, 2, 3});
 }
 
 TEST_CASE("the top set has the highest pooled scores, and ties go to the lower position") {
@@ -251,6 +253,13 @@ TEST_CASE("each point where paper and code disagree is a parameter") {
   CHECK(of(three_steps({{"tau_sim", .7}}), "role") == Floats{2, 2, 3, 1});  // edge 02
   CHECK(of(three_steps({{"tau_sim", .8}, {"graph", "median"}}), "role") == Floats{2, 3, 3, 1});
   CHECK(of(three_steps({{"group", "max"}}), "stable") == of(three_steps({}), "stable"));
+}
+
+// Sets of 3 tokens around each peak. O with the prompt: 1 1 1; 2/3 1 0; 2/3 1 1; 0 0 1.
+TEST_CASE("a narrower kernel gives narrower sets, and an even one is refused") {
+  const ParamMap three{{"kernel", std::int64_t{3}}, {"k", std::int64_t{3}}};
+  check_near(of(three_steps(three), "stable"), {1, 2 / 3., 1, 0});
+  CHECK_THAT(refusal({{"kernel", std::int64_t{4}}}), Catch::Contains("got a kernel of 4, wanted an odd one"));
 }
 
 TEST_CASE("only the first steps of a prompt count, and several prompts are joined step by step") {

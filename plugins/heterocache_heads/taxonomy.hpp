@@ -17,14 +17,16 @@ using Tokens = std::vector<std::int32_t>;  // ascending, without repeats
 // Roles as arrays hold them. `shifting` are the paper's volatile heads.
 inline constexpr float anchor = 0, shifting = 1, pivot = 2, satellite = 3;
 
-// Average of 5 neighbours with stride 1. The two zeros beyond each end count in the divisor. NaN ranks lowest.
-inline std::vector<float> pooled(std::span<const float> row) {
+// Average of `kernel` neighbours, an odd number, with stride 1. Zeros beyond each end count in the divisor. NaN ranks
+// lowest.
+inline std::vector<float> pooled(std::span<const float> row, std::size_t kernel) {
   std::vector<float> out(row.size());
+  const std::size_t half = kernel / 2;
   for (std::size_t i = 0; i < row.size(); ++i) {
-    const std::size_t begin = i < 2 ? 0 : i - 2, end = std::min(i + 3, row.size());
+    const std::size_t begin = i < half ? 0 : i - half, end = std::min(i + half + 1, row.size());
     float sum = 0;
     for (std::size_t j = begin; j < end; ++j) sum += row[j];
-    out[i] = std::isnan(sum) ? -std::numeric_limits<float>::infinity() : sum / 5;
+    out[i] = std::isnan(sum) ? -std::numeric_limits<float>::infinity() : sum / static_cast<float>(kernel);
   }
   return out;
 }

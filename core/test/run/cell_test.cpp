@@ -1,5 +1,6 @@
 #include "run/cell.hpp"
 
+#include <fmt/format.h>
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
@@ -501,6 +502,37 @@ TEST_CASE("a host_memory that holds no page is refused before the run, one that 
     CHECK_THAT(result.summary.error, Catch::Contains("where host_memory allows 20000"));
     CHECK(result.samples.empty());
   }
+}
+
+TEST_CASE("a budget that the roles of heads leave nothing of is refused before the run, for the longest prompt") {
+  constexpr int longest = 90;
+  const auto refusal = [](const std::string& budget) {
+    Fixture f(test::policy_of("{heterocache: {profile: roles.h5, budget: {" + budget + "}}}", 8));
+    f.add(f.text(20, 1), {}, 30);
+    f.add(f.text(longest, 2), {}, 4);
+    const std::int64_t layers = f.model->config.layers, heads = f.model->config.kv_heads;
+    auto roles = std::make_shared<Profile>();
+    for (const char* name : {"role", "pivot_of", "stable"}) (*roles)[name].extent = {layers, heads};
+    for (int i = 0; i < layers * heads; ++i) {
+      (*roles)["role"].values.push_back(i % heads == 0 ? 2 : 0);  // a pivot in each layer, and anchors
+      (*roles)["pivot_of"].values.push_back(-1);
+      (*roles)["stable"].values.push_back(.5f);
+    }
+    CellInput in = f.input();
+    in.profile = roles;
+    return test::message_of([&] { check_cell(in); });
+  };
+  const int heads = Fixture(test::policy_of("full", 8)).model->config.kv_heads, all = longest / heads;
+  REQUIRE(longest % heads == 0);
+  CHECK_THAT(
+      refusal("tokens: " + std::to_string(all)),
+      Catch::Contains(fmt::format("got a prompt of 90 tokens with a budget of {}, wanted more than {}: pivots and "
+                                  "volatile heads keep all tokens",
+                                  all, all)));
+  CHECK(refusal("tokens: " + std::to_string(all + 1)) == "no error");
+  CHECK_THAT(refusal("bytes: 1KB"), Catch::Contains("the budget gives the longest sequence") &&
+                                        Catch::Contains("got a prompt of 90 tokens with a budget of"));
+  CHECK(refusal("bytes: 1MB") == "no error");
 }
 
 TEST_CASE("a share or bytes below sinks, window and a page are refused before the run, for the longest sequence") {
