@@ -227,6 +227,16 @@ std::vector<Case> list() {
       add({way, (64 << 20) / (page_size * 512), page_size});
       v.back().timed_cuda = true;
     }
+  // A page of one token: each token's key and value travel alone. They lie side by side here, as in no store, and as
+  // NHD apart, as a store's fetch finds them.
+  for (const Way way : {Way::relay, Way::gather, Way::nhd_gather})
+    for (const bool timed : {false, true}) {
+      const Recall::Of of{way, timed ? 131072 : 60, 1, way == Way::relay ? 4 : 64, timed ? 8 : 3, timed ? 128 : 24};
+      add(of);
+      v.back().shape = fmt::format("fetch {} tokens of {} B, K and V {}", of.pages, of.page_bytes(),
+                                   of.nhd() ? "apart" : "side by side");
+      v.back().timed_cuda = timed;
+    }
   return v;
 }
 
