@@ -76,7 +76,10 @@ class LeanKv final : public kvlab::Policy {
                                                   " above high_from, wanted at most " +
                                                   std::to_string(rule_.high_from));
     if (all_queries_ && greatest_score_)
-      throw kvlab::Error(kvlab::Errc::config, "got greatest: score with queries: all, wanted queries: last_64");
+      throw kvlab::Error(
+          kvlab::Errc::config,
+          "got greatest: score with queries: all, wanted queries: last_64: the greatest score of each query is "
+          "not in the sums that attention leaves of all queries");
     if (!p.get<bool>("token_differentiation")) rule_.high_from = rule_.low_from;
   }
 
