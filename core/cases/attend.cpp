@@ -593,6 +593,11 @@ void add_logits(std::vector<Case>& v) {
   shapes.back().lower = CodecSpec{{4}, {2}};
   shapes.push_back(shape_of(2, 5, 128, 16, DType::bf16, {}, 4));  // pairs that blocks share
   shapes.back().lengths = {5000, 17, 3001};
+  // Logits tell whether all 16 bits of a query count, outputs do not.
+  shapes.push_back(shape({{4}, {4}}, 128, 16, 4));
+  shapes.push_back(shape({{8}, {8}}, 64, 32, 3));
+  shapes.push_back(shape({{4}, {2}}, 128, 32, 1));
+  shapes.push_back(shape({{2}, {4}}, 128, 16, 7));
   unsigned n = 0;
   for (const AttendShape& s : shapes) {
     ++n;
