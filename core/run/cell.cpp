@@ -55,13 +55,13 @@ void check_host_memory(const CellInput& in) {
   if (takes_host_tier(store) && (o.device == Device::cpu || cuda_backend())) check_host_tier(store);
 }
 
-// A policy may refuse a budget that is too small for a prompt (Policy::demand). The longest one needs most.
-void ask_longest_prompt(const CellInput& in, const Policy& policy) {
-  const std::vector<Item>& items = in.items->items;
-  const auto longest = std::ranges::max_element(items, {}, [](const Item& item) { return item.prompt.size(); });
-  if (!in.policy().policy || longest == items.end() || longest->prompt.empty()) return;
-  const auto prompt = static_cast<int>(longest->prompt.size());
-  policy.demand(prompt, longest->most_tokens() - prompt);
+// A policy may refuse a prompt where it says what its sequence will hold.
+void check_prompts(const CellInput& in, const Policy& attached) {
+  if (!in.policy().policy) return;
+  for (const Item& item : in.items->items) {
+    const auto prompt = static_cast<int>(item.prompt.size());
+    if (prompt > 0) static_cast<void>(attached.demand(prompt, item.most_tokens() - prompt));
+  }
 }
 
 // A policy refuses a number of tokens that its pins would fill. The same number as a share or in bytes is known for the
@@ -77,7 +77,7 @@ void check_least_budget(const CellInput& in, EngineOptions o) {
   o.budget = {BudgetAmount::tokens, static_cast<double>(tokens)};
   try {
     Engine::check(*in.model, *policy, o);
-    if (in.policy().budget.kind == BudgetAmount::bytes) ask_longest_prompt(in, *policy);
+    if (in.policy().budget.kind == BudgetAmount::bytes) check_prompts(in, *policy);
   } catch (const Error& e) {
     throw Error(e.code(), "the budget gives the longest sequence, of " + std::to_string(o.max_tokens) + " tokens, " +
                               std::to_string(tokens) + ": " + e.message());
@@ -124,7 +124,7 @@ void check_cell(const CellInput& given) {
     o.budget = {BudgetAmount::tokens, static_cast<double>(o.max_tokens)};
   const auto policy = cell_policy(in);
   Engine::check(*in.model, *policy, o);
-  ask_longest_prompt(in, *policy);
+  check_prompts(in, *policy);
   check_host_memory(in);
   check_least_budget(in, o);
   try {

@@ -20,10 +20,15 @@ class ClusterKv final : public kvlab::Policy {
         clusters_(p.get<int>("clusters")),
         tokens_per_cluster_(p.get<int>("tokens_per_cluster")),
         window_(p.get<int>("window")),
-        window_clusters_(std::min(window_, p.get<int>("window_clusters"))),
+        window_clusters_(p.get<int>("window_clusters")),
         dense_(p.get<int>("dense_layers")),
         offloads_(p.get<bool>("offload")),
-        rule_{p.get<int>("iterations"), static_cast<std::uint64_t>(p.get<int>("seed")) << 16} {}
+        rule_{p.get<int>("iterations"), static_cast<std::uint64_t>(p.get<int>("seed")) << 16} {
+    if (window_ > 0 && window_clusters_ > window_)
+      throw kvlab::Error(kvlab::Errc::config, "got " + std::to_string(window_clusters_) +
+                                                  " window_clusters, wanted at most " + std::to_string(window_) +
+                                                  ", the tokens of a window: a cluster has a token at least");
+  }
 
   kvlab::Needs needs() const override {
     return kvlab::Needs{}.dense_layers(dense_).host_pages(offloads_).scratch_numbers(8);
@@ -32,6 +37,11 @@ class ClusterKv final : public kvlab::Policy {
   // A token of a cluster may have a page of its own, and a step may open one more. What is in no cluster yet lies in a
   // row: up to two windows, since a step counts from the first one of its sequence.
   kvlab::Demand demand(int prompt, int max_new) const override {
+    if (const int most = std::max(0, prompt - sinks_); limited_ && clusters_ > most)
+      throw kvlab::Error(kvlab::Errc::config, "got " + std::to_string(clusters_) + " clusters for a prompt of " +
+                                                  std::to_string(prompt) + " tokens, wanted at most " +
+                                                  std::to_string(most) +
+                                                  ", those behind the sinks: a cluster has a token at least");
     if (!offloads_ || !limited_) return {};
     return tiers_.of(prompt, max_new, [&](int n, bool decodes) {
       const int budget = tiers_.budget(n), recent = window_ > 0 ? std::min(max_new, 2 * window_) : max_new;

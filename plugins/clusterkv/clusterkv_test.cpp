@@ -160,6 +160,12 @@ TEST_CASE("clusterkv: short prompts are read as a whole, and what it cannot obey
   const auto clusters = [](std::int64_t count) {
     return OnText(Role::policy, "clusterkv", {{"sinks", std::int64_t{16}}, {"clusters", count}}, 32, 64, 8);
   };
+  const auto windows = [](std::int64_t window, std::int64_t count) {
+    return OnText(Role::policy, "clusterkv", {{"window", window}, {"window_clusters", count}}, 32, 64, 8);
+  };
+  CHECK_NOTHROW(windows(9, 9));
+  CHECK_NOTHROW(windows(0, 9));  // none become clusters
+  CHECK_THROWS_WITH(windows(8, 9), Catch::Contains("got 9 window_clusters, wanted at most 8, the tokens of a window"));
   CHECK_NOTHROW(clusters(48));
   CHECK_THROWS_WITH(clusters(49), Catch::Contains("got 49 clusters, wanted at most 48, the longest sequence less"));
 }

@@ -535,6 +535,19 @@ TEST_CASE("a budget that the roles of heads leave nothing of is refused before t
   CHECK(refusal("bytes: 1MB") == "no error");
 }
 
+TEST_CASE("a prompt with fewer tokens than clusters is refused before the run, wherever it stands") {
+  const auto check = [](const char* clusters) {
+    Fixture f(test::policy_of(
+        std::string("{clusterkv: {sinks: 4, clusters: ") + clusters + ", dense_layers: 0, budget: {tokens: 8}}}", 8));
+    f.add(f.text(90, 1), {}, 10);
+    f.add(f.text(20, 2), {}, 4);
+    check_cell(f.input());
+  };
+  CHECK_NOTHROW(check("16"));
+  CHECK_THROWS_WITH(check("17"),
+                    Catch::Contains("got 17 clusters for a prompt of 20 tokens, wanted at most 16, those behind"));
+}
+
 TEST_CASE("a share or bytes below sinks, window and a page are refused before the run, for the longest sequence") {
   const auto check = [](const std::string& policy) {
     Fixture f(test::policy_of(policy, 8));

@@ -250,6 +250,7 @@ class Subjects {
     if (find_param(p, "block")) given["block"] = std::int64_t{8};
     if (find_param(p, "prompt_chunk")) given["prompt_chunk"] = std::int64_t{16};
     if (find_param(p, "tokens_per_cluster")) given["tokens_per_cluster"] = std::int64_t{5};
+    if (find_param(p, "window_clusters")) given["window_clusters"] = std::int64_t{2};
     if (p.role == Role::policy && create<Policy>(p, resolve(p, given))->needs().own_amount())
       for (const auto& [name, value] :
            {std::pair{"window", 32}, {"tokens", 40}, {"parts", 2}, {"whole", 40}, {"cap", 40}})
