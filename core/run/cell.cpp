@@ -249,6 +249,16 @@ std::string did_nothing(const CellInput& in, const results::SummaryRow& row) {
   return "";
 }
 
+// Warns of a method that decides by itself how much it keeps and kept everything. No budget says that it had to act: a
+// context may be shorter than its windows.
+void warn_of_idle(const CellInput& in, const results::SummaryRow& row) {
+  if (row.status != "ok" || in.functional || row.fired != 0 || row.output_tokens <= row.samples ||
+      !in.policy().policy || !cell_policy(in)->needs().own_amount())
+    return;
+  log::warn(fmt::format("{} left nothing out of {} tokens: fired 0, so its row is the full cache's", row.policy,
+                        row.context_tokens));
+}
+
 }  // namespace
 
 CellResult run_cell(const CellInput& given) {
@@ -261,6 +271,7 @@ CellResult run_cell(const CellInput& given) {
     out = broken_cell(in, "failed", idle + ": such a row would be the full cache's under another name");
     out.summary.by_age = by_age;
   }
+  warn_of_idle(in, out.summary);
   out.summary.warnings = results::column_of(said.warnings());
   return out;
 }

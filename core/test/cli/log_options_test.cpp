@@ -184,6 +184,40 @@ TEST_CASE("a method of any kind that does nothing fails its cell, and one that a
   }
 }
 
+TEST_CASE("a method without a budget that leaves nothing out says so in its cell", "[log]") {
+  const Folder folder;
+  test::write_file(
+      folder.experiment,
+      "model: {path: " + test::golden("tiny/llama-gqa3").string() +
+          ", dtype: f32}\ntasks: [text: {prefix: 150, forced: 4, samples: 1}]\n"
+          "policies:\n"
+          "  - full\n"
+          "  - {name: window acts, policy: duo_attention, retrieval_heads: false, window: 20}\n"
+          "  - {name: window idle, policy: duo_attention, retrieval_heads: false, window: 256}\n"
+          "  - {name: mean acts, policy: razor_attention, retrieval_heads: false, window: 20, window_share: 0}\n"
+          "  - {name: mean idle, policy: razor_attention, retrieval_heads: false}\n"
+          "  - {name: pages acts, policy: lserve, retrieval_heads: false, sinks: 8, window: 20}\n"
+          "  - {name: pages idle, policy: lserve, retrieval_heads: false}\n"
+          "  - {name: share acts, policy: twilight, dense_layers: 0, p: 0.5}\n"
+          "  - {name: share idle, policy: twilight, dense_layers: 99}\n"
+          "  - {name: all of it idle, policy: twilight, dense_layers: 0, p: 1, tokens: 256}\n"
+          "  - {name: hashes idle, policy: magicpig, bits: 0}\n"
+          "  - {name: sketch idle, policy: subgen, window: 256}\n"
+          "metrics: [score, memory]\npage_size: 8\nbackend: cpu\noutput: " +
+          folder.result + "\n");
+  const Ended run = folder.kvlab({"run", folder.experiment});
+  INFO(run.err);
+  CHECK(run.code == 0);
+  const auto rows = results::read_summary(folder.result).rows;
+  CHECK(rows.size() == 12);
+  for (const auto& row : rows) {
+    CAPTURE(row.policy, row.error, row.fired, row.compression, row.warnings);
+    CHECK(row.status == "ok");
+    const std::string said = row.policy + " left nothing out of 154 tokens: fired 0, so its row is the full cache's";
+    CHECK(row.warnings == (row.policy.ends_with("idle") ? said : ""));
+  }
+}
+
 TEST_CASE("-v, -q, --log and KVLAB_LOG choose what is said and where", "[log]") {
   const Folder folder;
   const std::string log = (folder.dir / "run.log").string();
