@@ -370,7 +370,7 @@ def run_case(model, others, name, spec, prompt, forced, logit_ids):
 def export_tiny(path, group, only):
     """Cases of the first group have the same tokens. Others have their own, since evictions in all steps tie more often."""
     specs = {name: spec for name, spec in GROUPS[group].items() if not only or name in only}
-    model, logit_ids = llama.Llama(path), list(range(0, VOCAB, 5 if group in ("", "--evicting", "--heads") else 20))
+    model, logit_ids = llama.Llama(path), list(range(0, VOCAB, 20))
     others = [llama.Llama(path, torch.float64), perturbed(model, 0), perturbed(model, 1)]
     near = [others[0], perturbed(model, 0, 2e-6), perturbed(model, 1, 2e-6)]  # thousands of codes: some always lie at an edge
     many = others + [perturbed(model, seed) for seed in range(2, 10)]  # counts of shares at a threshold: each share is a tie to be
