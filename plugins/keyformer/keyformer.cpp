@@ -18,6 +18,7 @@ class Keyformer final : public kvlab::Scorer, public kvlab::PreparesSteps {
         tau_init_(p.get<double>("tau_init")),
         tau_end_(p.get<double>("tau_end")),
         seed_(p.get<std::uint64_t>("seed")),
+        fresh_(p.get<bool>("fresh_noise")),
         noise_(p.get<bool>("noise")) {
     if (tau_end_ < tau_init_)
       throw kvlab::Error(kvlab::Errc::config, "got tau_end " + std::to_string(tau_end_) +
@@ -96,21 +97,22 @@ class Keyformer final : public kvlab::Scorer, public kvlab::PreparesSteps {
 
   // A draw of the noise is what the sequence, the layer, the query's head and position, and the token's position
   // decide: neither places nor slots. Its key has all but the KV head and the token's position. Writes the keys of a
-  // sequence's newest queries, and returns the place behind them.
+  // sequence's newest queries, and returns the place behind them. Without fresh_ all have the key of the first query.
   std::uint64_t* noise_keys(std::uint32_t number, int layer, int seen, int queries, std::uint64_t* to) const {
     const std::uint64_t sequence = kvlab::Random(seed_, number + std::uint64_t{1}).next();
     for (int g = 0; g < group_; ++g)
       for (int position = seen - queries; position < seen; ++position)
-        *to++ = kvlab::Random(sequence + static_cast<std::uint64_t>(g),
-                              static_cast<std::uint64_t>(position) << 32 | static_cast<std::uint32_t>(layer))
-                    .next();
+        *to++ =
+            kvlab::Random(sequence + static_cast<std::uint64_t>(g),
+                          static_cast<std::uint64_t>(fresh_ ? position : 0) << 32 | static_cast<std::uint32_t>(layer))
+                .next();
     return to;
   }
 
   int recent_, every_, steps_;
   double tau_init_, tau_end_;
   std::uint64_t seed_;
-  bool noise_;
+  bool fresh_, noise_;
   int layers_ = 0, group_ = 1;
   std::int64_t of_layer_ = 0;  // keys of a layer that there is room for
   kvlab::StepNumbers<std::int32_t> seen_;
@@ -131,4 +133,5 @@ KVLAB_PLUGIN(
                "decode steps in which the temperature grows, so the answer's planned length")
         .param("every", 1, 0, kvlab::any, "decode steps between evictions, 0 = the prompt only")
         .param("seed", std::uint64_t{1}, 0, kvlab::any, "of the noise")
+        .param("fresh_noise", true, "each query draws noise anew; off = a token has the same noise for all queries")
         .component("noise", "Gumbel noise on each logit; off = attention itself, as H2O adds it up"))

@@ -131,13 +131,30 @@ TEST_CASE("keyformer: noise moves the scores, adds up to 1 and is the same every
   CHECK(noisy[0] + noisy[1] + noisy[2] + noisy[3] + noisy[4] == Approx(2.7 + 1));
 }
 
+// Logits 0, 0, ln 2, 0, 0 of query 4, with the noise of the key's token alone.
+TEST_CASE("keyformer: one vector of noise serves all queries") {
+  const Settings one{{"fresh_noise", false}, {"tau_end", 1.}};
+  const double old[] = {1.2, .5, .9, .1, 0};
+  std::vector<double> logits;
+  for (int t = 0; t < 5; ++t) logits.push_back((t == 2 ? std::log(2.) : 0) + gumbel(1, 0, 0, 0, 0, t));
+  const auto shares = softmax(logits), got = after_a_step(one, 0);
+  for (std::size_t t = 0; t < 5; ++t) CHECK(got[t] == Approx(old[t] + shares[t]).margin(1e-5));
+  CHECK(got == after_a_step(one, 7));
+  CHECK(got != after_a_step({{"tau_end", 1.}}, 0));
+}
+
 TEST_CASE("keyformer keeps on real text what a plain implementation keeps") {
   constexpr int prompt = 100, budget = 40, steps = 24, recent = 12;
   const double tau_end = 1.8;
-  const bool noise = GENERATE(false, true);
+  const auto [noise, fresh] = GENERATE(table<bool, bool>({{false, true}, {true, true}, {true, false}}));
+  CAPTURE(noise, fresh);
   OnText run(Role::scorer, "keyformer",
-             {{"noise", noise}, {"tau_end", tau_end}, {"steps", std::int64_t{20}}, {"seed", std::int64_t{5}}}, budget,
-             prompt + steps, 16);
+             {{"noise", noise},
+              {"fresh_noise", fresh},
+              {"tau_end", tau_end},
+              {"steps", std::int64_t{20}},
+              {"seed", std::int64_t{5}}},
+             budget, prompt + steps, 16);
   run.prefill(prompt);
   const auto layers = static_cast<std::size_t>(run.config().layers),
              heads = static_cast<std::size_t>(run.config().kv_heads);
@@ -153,8 +170,8 @@ TEST_CASE("keyformer keeps on real text what a plain implementation keeps") {
       for (const int t : kept[i])
         s.push_back(
             (dot(q, seen.keys.at[static_cast<std::size_t>(t)][i % heads]) / std::sqrt(static_cast<double>(q.size())) +
-             (noise ? gumbel(5, static_cast<int>(i / heads), static_cast<int>(i % heads), static_cast<int>(g), position,
-                             t)
+             (noise ? gumbel(5, static_cast<int>(i / heads), static_cast<int>(i % heads), static_cast<int>(g),
+                             fresh ? position : 0, t)
                     : 0)) /
             tau);
       s = softmax(s);
