@@ -40,14 +40,18 @@ Counts whole(const std::vector<double>& exact, std::int64_t total, int least, co
 class ZigZagKv final : public kvlab::Budget {
  public:
   explicit ZigZagKv(const kvlab::Params& p)
-      : mass_(p.get<float>("mass")), floor_(p.get<double>("floor")), each_head_(p.get<bool>("each_head")) {}
+      : mass_(p.get<float>("mass")),
+        floor_(p.get<double>("floor")),
+        each_head_(p.get<bool>("each_head")),
+        window_counts_(p.get<bool>("window_counts")) {}
 
   bool uniform_heads() const override { return !each_head_; }
   int numbers() const override { return 1; }
   void measure(const kvlab::LayerKv& kv, kvlab::Scores scores, kvlab::Pins pins, kvlab::View<float, 3> out,
                kvlab::Stream s) override {
     const kvlab::View<float, 2> counts{out.data, {out.extent[0], out.extent[1]}, {out.stride[0], out.stride[1]}};
-    kvlab::ops::tokens_of_share(kv.pages, scores, mass_, pins, counts, s);
+    if (!window_counts_) return kvlab::ops::tokens_of_share(kv.pages, scores, mass_, pins, counts, s);
+    kvlab::ops::tokens_of_share(kv.pages, with_window(kv, scores, pins, s), mass_, {}, counts, s);
   }
 
   Counts divide(const kvlab::Division& d) const override {
@@ -79,6 +83,35 @@ class ZigZagKv final : public kvlab::Budget {
   }
 
  private:
+  // The scores, where a pinned token has the head's highest one and a vote of 1 by each query of the window. A head's
+  // scores are divided by that number, so that the same number can be pinned in all heads. Shares stay as they are.
+  static kvlab::Scores with_window(const kvlab::LayerKv& kv, kvlab::Scores scores, kvlab::Pins pins, kvlab::Stream s) {
+    const kvlab::Scores all = kv.kv_head_scores("scores with the window"),
+                        at_most = kv.kv_head_scores("at the highest");
+    const auto sum_of_heads = [&](const char* tag) {
+      const auto sum = kv.scratch<float>(tag, {kv.rows(), kv.kv_heads()});
+      kvlab::ops::head_sum(kv.pages, at_most, {}, sum, s);
+      return kvlab::Scores::dense(sum.data, {kv.rows(), kv.kv_heads(), 1});
+    };
+    kvlab::ops::copy(all, scores, s);
+    kvlab::ops::set_pinned(kv.pages, pins, 0, all, s);
+    kvlab::ops::copy(at_most, all, s);
+    kvlab::ops::softmax(kv.pages, at_most, 1e-20f, s);  // 1 at the highest score, 0 elsewhere
+    const kvlab::Scores one = sum_of_heads("one");
+    kvlab::ops::multiply(at_most, all, s);
+    const kvlab::Scores highest = sum_of_heads("highest scores");
+    kvlab::ops::add(highest, one, static_cast<float>(std::max(1, pins.last)), s);
+    constexpr std::int64_t block = 1 << 15;  // tokens that a launch takes in place of rows
+    for (std::int64_t row = 0; row < kv.rows(); ++row)
+      for (std::int64_t t = 0; t < kv.max_length; t += block) {
+        const std::int64_t tokens = std::min<std::int64_t>(block, kv.max_length - t), heads = kv.kv_heads();
+        kvlab::ops::divide({&all(row, 0, t), {tokens, heads, 1}, {1, all.stride[1], 1}},
+                           {&highest(row, 0, 0), {tokens, heads, 1}, {0, 1, 1}}, s);
+      }
+    kvlab::ops::set_pinned(kv.pages, pins, 1, all, s);
+    return all;
+  }
+
   // floor + what each gets of `rest` in proportion to its need; the same for all where nobody needs anything.
   static std::vector<double> shares(const std::vector<double>& needs, double floor, double rest) {
     const double sum = std::accumulate(needs.begin(), needs.end(), 0.);
@@ -90,7 +123,7 @@ class ZigZagKv final : public kvlab::Budget {
 
   float mass_;
   double floor_;
-  bool each_head_;
+  bool each_head_, window_counts_;
 };
 
 }  // namespace
@@ -101,4 +134,7 @@ KVLAB_PLUGIN(kvlab::budget<ZigZagKv>("zigzagkv",
                  .param("mass", 0.9, 1e-6, 1, "a head needs as many tokens as hold this share of its scores")
                  .param("floor", 0.2, 0, 1, "share of the mean budget that every layer keeps; 1 = uniform")
                  .param("each_head", false,
-                        "heads of a layer share its tokens by what they need; off = they keep the same number"))
+                        "heads of a layer share its tokens by what they need; off = they keep the same number")
+                 .param("window_counts", false,
+                        "tokens that are always kept count, each with more than the highest score, so budgets are "
+                        "nearly uniform; off = they count for nothing"))

@@ -51,11 +51,45 @@ TEST_CASE("zigzagkv: heads of a layer keep the same number, or what each needs")
   CHECK(divided({{"each_head", true}}, d) == Counts{21, 63, 29, 87});
 }
 
+// Shares .5, .3, .15 and .05 of two queries before a window of two. The window's tokens have .5 + 1 of a mean of 1.
+TEST_CASE("zigzagkv: the need of the card's shares by hand, with the window and without it") {
+  PagedFixture cache({1, 1, 8, 4, 4});
+  for (int t = 0; t < 6; ++t) cache.append(0, 0, std::vector<float>(8), std::vector<float>(8));
+  const PagedKv pages = cache.view();
+  Shape shape;
+  shape.layers = shape.max_slots = shape.query_heads = shape.kv_heads = 1;
+  shape.head_dim = 8, shape.page_size = 4, shape.max_tokens = 16;
+  HeapWorkspace workspace;
+  LayerKv kv;
+  kv.shape = &shape, kv.pages = pages, kv.workspace = &workspace, kv.max_length = 6;
+  std::vector<float> votes{1, .6f, .3f, .1f, 0, 0};
+  const auto need = [&](double mass, bool window_counts, int first = 0) {
+    static Registry registry;
+    const PluginInfo& info = registry.require(Role::budget, "zigzagkv");
+    float out = -1;
+    create<Budget>(info, resolve(info, {{"mass", mass}, {"window_counts", window_counts}}))
+        ->measure(kv, Scores::dense(votes.data(), {1, 1, 6}), {.first = first, .last = 2},
+                  View<float, 3>::dense(&out, {1, 1, 1}), Stream::cpu());
+    return out;
+  };
+  CHECK(need(.9, false) == 3);
+  CHECK(need(.9, true) == 4);   // 3 + .5 + .3 of 4 reach 3.6
+  CHECK(need(.87, true) == 3);  // 3 + .5 reach 3.48
+  CHECK(need(.7, true) == 2);
+  CHECK(need(.7, true, 1) == 3);  // the first token is pinned: 3 x 1.3 of 4.4, where two have 2.6
+  CHECK(votes == std::vector<float>{1, .6f, .3f, .1f, 0, 0});
+  votes = std::vector<float>(6);
+  CHECK(need(.9, true) == 2);
+  CHECK(need(.4, true) == 1);
+}
+
 TEST_CASE("zigzagkv with snapkv keeps on real text what a plain implementation keeps") {
   constexpr int prompt = 150, budget = 40, window = 8;
-  for (const bool each_head : {false, true}) {
+  for (const auto& [each_head, window_counts] :
+       {std::pair{false, false}, std::pair{true, false}, std::pair{true, true}}) {
     OnText run(Role::scorer, "snapkv", {{"window", std::int64_t{window}}, {"clustering", false}}, budget, prompt + 4,
-               16, OnText::MakeProfile(), OnText::Split{"zigzagkv", {{"each_head", each_head}, {"mass", .8}}});
+               16, OnText::MakeProfile(),
+               OnText::Split{"zigzagkv", {{"each_head", each_head}, {"mass", .8}, {"window_counts", window_counts}}});
     run.prefill(prompt);
     const int layers = run.config().layers, heads = run.config().kv_heads;
     std::vector<std::vector<double>> votes;  // [layer, head]
@@ -66,6 +100,7 @@ TEST_CASE("zigzagkv with snapkv keeps on real text what a plain implementation k
         for (const auto& row : window_shares(run, i / heads, i % heads * run.group() + g, prompt, window))
           for (std::size_t t = 0; t < sum.size(); ++t) sum[t] += row[t] / run.group();
       std::vector<double> ordered = sum;
+      if (window_counts) ordered.insert(ordered.end(), window, *std::max_element(sum.begin(), sum.end()) + window);
       std::sort(ordered.rbegin(), ordered.rend());
       const double all = std::accumulate(ordered.begin(), ordered.end(), 0.);
       int need = 0;
@@ -80,7 +115,7 @@ TEST_CASE("zigzagkv with snapkv keeps on real text what a plain implementation k
       const double exact = .2 * budget + .8 * budget * layers * of_layer / all;
       int in_layer = 0;
       for (int h = 0; h < heads; ++h) {
-        CAPTURE(each_head, layer, h, exact);
+        CAPTURE(each_head, window_counts, layer, h, exact);
         const auto at = static_cast<std::size_t>(layer * heads + h);
         const std::vector<int> got = run.kept(layer, h);
         in_layer += static_cast<int>(got.size());
