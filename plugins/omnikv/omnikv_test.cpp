@@ -26,21 +26,47 @@ std::vector<double> greatest(const OnText& run, int layer, int position, bool so
   return most;
 }
 
+// The sum over the newest queries of the greatest share that a head gives a token of the prompt before these queries.
+std::vector<double> greatest_of_window(const OnText& run, int layer, int position, int window, bool exp) {
+  const auto& seen = run.layer(layer);
+  const auto before = static_cast<std::size_t>(std::clamp(position + 1 - window, 0, prompt));
+  std::vector<double> sum(before);
+  for (int age = 0; age < std::min(window, position + 1); ++age) {
+    std::vector<double> most(before);
+    for (std::size_t h = 0; h < static_cast<std::size_t>(run.config().heads); ++h) {
+      const auto& q = seen.queries.at[static_cast<std::size_t>(position - age)][h];
+      std::vector<double> row;
+      for (std::size_t t = 0; t < before; ++t)
+        row.push_back(dot(q, seen.keys.at[t][h / static_cast<std::size_t>(run.group())]) /
+                      std::sqrt(static_cast<double>(q.size())));
+      row = softmax(row);
+      for (std::size_t t = 0; t < before; ++t) most[t] = std::max(most[t], row[t]);
+    }
+    for (std::size_t t = 0; t < before; ++t) sum[t] += most[t] * (exp ? std::pow(2., -age) : 1);
+  }
+  return sum;
+}
+
 // The tokens of a prompt of four that a step reads, two of them. `first`: logits of the first query head; the second
-// one's stay. Heads share the KV head: element h of a key is head h's logit.
+// one's stay. Heads share the KV head: element h of a key is head h's logit. The query before the step's looks at
+// element 2 with both heads.
 std::vector<int> chosen(const std::vector<float>& first, const std::string& score_by) {
   const std::vector<float> second{4, 1, 3, 0};
   PagedFixture cache({1, 1, 8, 4, 4});
-  const auto append = [&](float a, float b) { cache.append(0, 0, {a, b, 0, 0, 0, 0, 0, 0}, std::vector<float>(8)); };
+  const std::vector<float> before{std::log(.02f), std::log(.03f), std::log(.95f), 0};
+  const auto append = [&](float a, float b, float c) {
+    cache.append(0, 0, {a, b, c, 0, 0, 0, 0, 0}, std::vector<float>(8));
+  };
   Shape shape;
   shape.layers = 2, shape.max_slots = shape.kv_heads = 1, shape.query_heads = 2;
   shape.head_dim = 8, shape.page_size = 4, shape.max_tokens = 16;
   HeapWorkspace workspace;
   static Registry registry;
   const PluginInfo& info = registry.require(Role::policy, "omnikv");
-  const auto policy = create<Policy>(
-      info,
-      resolve(info, {{"filter_layers", std::string("0")}, {"wait_layers", std::int64_t{0}}, {"score_by", score_by}}));
+  const auto policy = create<Policy>(info, resolve(info, {{"filter_layers", std::string("0")},
+                                                          {"wait_layers", std::int64_t{0}},
+                                                          {"score_by", score_by},
+                                                          {"queries", std::int64_t{2}}}));
   policy->attach(shape, {BudgetAmount::tokens, 2}, workspace);
   std::int32_t slot = 0, position = 4, step = 0, budget = 2;
   PagedKv pages;
@@ -51,14 +77,20 @@ std::vector<int> chosen(const std::vector<float>& first, const std::string& scor
     kv.slots = &slot, kv.position = &position, kv.step = &step, kv.budget = &budget;
     kv.max_length = position;
   };
-  for (std::size_t t = 0; t < 4; ++t) append(first[t], second[t]);
+  for (std::size_t t = 0; t < 4; ++t) append(first[t], second[t], before[t]);
   const bool last = true;
   LayerPrefill whole;
   begin(whole);
   whole.last = &last;
+  std::vector<float> window(32, 1);  // [head, query]
+  for (const std::size_t at : {8, 24}) {
+    std::fill_n(&window[at], 8, 0.f);
+    window[at + 2] = std::sqrt(8.f);
+  }
+  whole.window_queries = View<const float, 4>::dense(window.data(), {1, 2, 2, 8});
   Edits none;
   policy->prefill(whole, none, Stream::cpu());
-  append(0, 0);  // the step's own token, which is read besides
+  append(0, 0, 0);  // the step's own token, which is read besides
   position = 5;
   tell_before_step(policy.get(), {.rows = 1, .slots = &slot, .position = &position, .step = &step, .budget = &budget});
   std::vector<float> queries(16);
@@ -92,6 +124,13 @@ TEST_CASE("omnikv: the card's two heads") {
   CHECK(chosen({1, 5, 2, 0}, "softmax_before_last") == std::vector<int>{0, 1, 4});
   CHECK(chosen({1, 20, 18, 0}, "last") == std::vector<int>{1, 2, 4});
   CHECK(chosen({1, 20, 18, 0}, "softmax_before_last") == std::vector<int>{0, 1, 4});
+}
+
+// The window of two has the query before the step's, and so token 3. Of the others the step's query gives .705, .936
+// and .260, and the one before gives .02, .03 and .95: 1.21 for token 2, or .73 with half of the latter.
+TEST_CASE("omnikv: shares of the newest queries, by hand") {
+  CHECK(chosen({1, 5, 2, 0}, "uniform") == std::vector<int>{2, 3, 4});
+  CHECK(chosen({1, 5, 2, 0}, "exp") == std::vector<int>{1, 3, 4});
 }
 
 TEST_CASE("omnikv: what each layer does, by hand") {
@@ -150,6 +189,38 @@ TEST_CASE("omnikv reads on real text what a plain implementation reads") {
         const auto device = run.pages_on(Tier::device, layer, head);
         CHECK(std::set<int>(device.begin(), device.end()) == pages);
         CHECK(run.pages_on(Tier::host, layer, head).size() >= (shared ? (prompt + step) / page : 0U));
+      }
+    }
+  }
+}
+
+TEST_CASE("omnikv: the newest queries choose on real text what a plain implementation chooses") {
+  const auto [exp, shared, window] =
+      GENERATE(table<bool, bool, int>({{false, true, 16}, {true, true, 16}, {false, false, 5}, {true, true, 200}}));
+  CAPTURE(exp, shared, window);
+  constexpr int tokens = 20;
+  OnText run(Role::policy, "omnikv",
+             {{"filter_layers", std::string("1,4")},
+              {"score_by", std::string(exp ? "exp" : "uniform")},
+              {"queries", std::int64_t{window}},
+              {"shared_choice", shared}},
+             tokens, prompt + steps, 8);
+  const std::vector<int> filter_of{-1, -1, -1, 1, -1, -1, 4, 4};
+  run.prefill(prompt);
+  for (int step = 0; step < steps; ++step) {
+    run.step();
+    const int position = prompt + step, in_window = std::clamp(window - step - 1, 0, prompt);
+    for (int layer = 0; layer < run.config().layers; ++layer) {
+      CAPTURE(step, layer);
+      const int filter = filter_of[static_cast<std::size_t>(layer)];
+      if (filter < 0) continue;
+      const auto scores = greatest_of_window(run, shared ? filter : layer, position, window, exp);
+      const auto count = std::min(scores.size(), static_cast<std::size_t>(std::max(1, tokens - in_window)));
+      std::vector<int> wanted = best(scores, positions_to(static_cast<int>(scores.size())), count);
+      for (int p = prompt - in_window; p <= position; ++p) wanted.push_back(p);
+      for (std::vector<int> head : run.layer(layer).read[static_cast<std::size_t>(step)]) {
+        std::sort(head.begin(), head.end());
+        CHECK(head == wanted);
       }
     }
   }
