@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Writes core/test/golden/policies/kvpress.json: what kvpress itself keeps of prompts to datasets/models/recall.
 
-Usage: kvpress_cases.py [core/test/golden]
+Usage: kvpress_cases.py [core/test/golden [CASE ...]]
+With names of cases it writes these alone anew, and leaves the others in the file as they are.
 Format: README.md in this folder. Each prompt begins at the first token of text/english.txt at which no head's choice depends
 on rounding: f32, f64 and weights off by 1e-5 agree.
 """
@@ -13,13 +14,16 @@ import sys
 
 import torch
 from kvpress import (AdaKVPress, CriticalKVPress, ExpectedAttentionPress, KeyDiffPress, KnormPress, ObservedAttentionPress,
-                     SnapKVPress, TOVAPress)
+                     SnapKVPress, StreamingLLMPress, TOVAPress)
 from transformers import DynamicCache, LlamaForCausalLM
 
 PROMPT, KEPT = 120, 24
 DROPPED = 1 - (KEPT + 0.5) / PROMPT  # kvpress rounds the rest down
+LONG, KEPT_OF_LONG = 200, 88  # for presses of a window of 64, kvpress's default
+DROPPED_OF_LONG = 1 - (KEPT_OF_LONG + 0.5) / LONG
 BUDGET = {"tokens": KEPT}
 SNAPKV = {"name": "snapkv", "budget": BUDGET, "window": 8, "kernel": 5, "pooling": "average"}
+SNAPKV_64 = {**SNAPKV, "budget": {"tokens": KEPT_OF_LONG}, "window": 64}
 MINIMUM = {**BUDGET, "split": "adakv", "floor": 0.2, "floor_is": "minimum"}
 
 
@@ -27,7 +31,11 @@ def snapkv():
     return SnapKVPress(DROPPED, window_size=8, kernel_size=5)
 
 
-# Our policy, and the press. The names of the policies' entries are those of plugins/*/*.yaml.
+def snapkv_64():
+    return SnapKVPress(DROPPED_OF_LONG)
+
+
+# Our policy, the press, and the prompt's tokens where they are others. The names of the policies' entries are those of plugins/*/*.yaml.
 CASES = {
     "KnormPress": ({"name": "knorm", "budget": BUDGET}, lambda: KnormPress(DROPPED)),
     "SnapKVPress": (SNAPKV, snapkv),
@@ -42,6 +50,11 @@ CASES = {
                                      lambda: CriticalKVPress(snapkv())),
     "AdaKVPress(SnapKVPress)": ({**SNAPKV, "budget": MINIMUM}, lambda: AdaKVPress(snapkv())),
     "AdaKVPress(KnormPress)": ({"name": "knorm", "budget": MINIMUM}, lambda: AdaKVPress(KnormPress(DROPPED))),
+    "StreamingLLMPress": ({"name": "streaming_llm", "budget": BUDGET, "sinks": 4, "positions": "original"},
+                          lambda: StreamingLLMPress(DROPPED, n_sink=4)),
+    "SnapKVPress, window 64": (SNAPKV_64, snapkv_64, LONG),
+    "AdaKVPress(SnapKVPress, window 64)": ({**SNAPKV_64, "budget": {**MINIMUM, "tokens": KEPT_OF_LONG}},
+                                           lambda: AdaKVPress(snapkv_64()), LONG),
 }
 
 
@@ -88,18 +101,26 @@ def main():
         english = json.load(file)["sequences"][0]["ids"]
     model = LlamaForCausalLM.from_pretrained(os.path.join(golden, "../../../datasets/models/recall"), dtype=torch.float32).eval()
     others = [copy.deepcopy(model).double(), perturbed(model, 0)]
+    file_path, only, former = os.path.join(golden, "policies/kvpress.json"), sys.argv[2:], {}
+    if only:
+        with open(file_path) as file:
+            former = {case["name"]: case for case in json.load(file)["cases"]}
     cases = []
-    for name, (spec, press) in CASES.items():
-        for start in range(0, len(english) - PROMPT, 4):
-            ids = english[start:start + PROMPT]
+    for name, (spec, press, *of_prompt) in CASES.items():
+        if only and name not in only:
+            cases.append(former[name])
+            continue
+        tokens = of_prompt[0] if of_prompt else PROMPT
+        for start in range(0, len(english) - tokens, 4):
+            ids = english[start:start + tokens]
             mine = kept(model, press(), ids)
             if all(kept(other, press(), ids) == mine for other in others):
                 break
         else:
             raise SystemExit(f"{name}: no text without a near tie")
-        cases.append({"name": name, "policy": spec, "start": start, "kept": mine})
+        cases.append({"name": name, "policy": spec, "start": start, **({"tokens": tokens} if of_prompt else {}), "kept": mine})
         print(f"{name}: from token {start}, {sum(len(head) for layer in mine for head in layer)} tokens")
-    with open(os.path.join(golden, "policies/kvpress.json"), "w") as file:
+    with open(file_path, "w") as file:
         lines = ",\n".join("  " + json.dumps(packed(case), separators=(",", ":")) for case in cases)
         file.write(f'{{"version": 1, "model": "../../../datasets/models/recall", "tokens": {PROMPT},\n "cases": [\n{lines}\n]}}\n')
 
