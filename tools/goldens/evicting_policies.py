@@ -266,16 +266,16 @@ class Keyformer(Evicting):
         super().configure(spec)
         self.last = self.tokens * spec.get("recent", 30) // 100
         self.tau, self.tau_end, self.growth = spec.get("tau_init", 1.0), spec.get("tau_end", 2.0), spec.get("steps", 100)
-        self.seed, self.noisy = spec.get("seed", 1), spec.get("noise", True)
+        self.seed, self.noisy, self.fresh = spec.get("seed", 1), spec.get("noise", True), spec.get("fresh_noise", True)
         self.score = {}
 
     def noise(self, layer, position, head, keys, dtype):
-        """Of one query head and the keys at these positions."""
+        """Of one query head and the keys at these positions. Without fresh noise, that of the text's first query."""
         if not self.noisy:
             return torch.zeros(len(keys), dtype=dtype)
         kv, member = divmod(head, self.model.group)
         sequence = Random(self.seed, 1).next() + member & Random.MASK
-        heads = Random(sequence, position << 32 | layer).next()
+        heads = Random(sequence, (position if self.fresh else 0) << 32 | layer).next()
         start, gumbel = numbers(heads, kv), []
         for key in keys.tolist():
             uniform = torch.tensor((numbers(start, key) >> 40) * 2.0**-24 + 2.0**-26, dtype=torch.float32).item()

@@ -256,6 +256,14 @@ OTHERS = {
                          "window": 3},
     "raas_prompt_as_others": {**RAAS_PAGES, "budget": {"tokens": 84}, "threshold": 2e-3, "keep_prompt": False,
                               "dense_layers": 1, "sinks": 3},
+    "full_int4": {"name": "full", "codec": "int4"},
+    "full_atom": {"name": "full", "codec": "atom"},
+    "keyformer_one_noise": {**KEYFORMER, "seed": 7, "fresh_noise": False},
+    "zigzagkv_window_counts": {**ZIGZAGKV, "mass": 0.95, "window_counts": True},
+    "omnikv_uniform": {**OMNIKV, "score_by": "uniform", "queries": 6},
+    "omnikv_exp": {**OMNIKV, "score_by": "exp", "queries": 2, "shared_choice": False},
+    "fastgen_least": {**FASTGEN, "group": "min"},
+    "infinigen_skew": {**INFINIGEN, "skew": True, "alpha": 3.0, "cap": 12},
     "knorm_head_profile": {"name": "knorm", "budget": {"tokens": 40, "split": "head_profile", "weights": "gate", "floor": 0.0},
                            "profile": {"gate": [[0.5, 3.0], [0.0, 0.25], [2.0, 0.5]]}},
 }
@@ -274,7 +282,8 @@ STAGES = {
     "h2o_criticalkv": {"name": "h2o+criticalkv", "budget": BUDGET, "heavy": 0.5, "rescorer": {"first_stage": 0.25}},
 }
 
-FEW_STEPS = {"knorm_head_profile": 2, "infllm_prompt": 2, "infllm_prompt_own_positions": 2, "raas": 12,
+FEW_STEPS = {"full_int4": 2, "full_atom": 2, "keyformer_one_noise": 3, "zigzagkv_window_counts": 1, "omnikv_uniform": 4, "omnikv_exp": 2, "fastgen_least": 2,
+             "infinigen_skew": 3, "knorm_head_profile": 2, "infllm_prompt": 2, "infllm_prompt_own_positions": 2, "raas": 12,
              "raas_prompt_fits": 10, "raas_prompt_as_others": 8}
 LONG_LISTS = {spec["name"] for specs in (RETRIEVAL, OFFLOADING, SAMPLING, OTHERS, STAGES) for name, spec in specs.items()
               if name not in FEW_STEPS}  # fewer steps
@@ -390,6 +399,8 @@ def export_tiny(path, group, only):
 
 def of_shape(spec, model, other):
     """A profile has a row for each layer of the model, a number for each KV head. KVQuant's comes from `other`, the ids of a text."""
+    if spec["name"] == "infinigen" and spec["skew"]:
+        return {**spec, "sample": other[:150]}
     if spec["name"] == "kvquant" and spec.get("calibration", True):
         return {**spec, "profile": coding_policies.calibrated(model, other, spec["outlier_share"], spec.get("outliers", True))}
     cut = {name: [row[:model.kv_heads] for row in rows[:model.layers]] for name, rows in spec.get("profile", {}).items()}

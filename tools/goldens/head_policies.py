@@ -101,26 +101,46 @@ class OmniKv(Full):
         self.filters = [int(layer) for layer in spec.get("filter_layers", "2,8,18").split(",")]
         self.wait, self.score_by = spec.get("wait_layers", 1), spec.get("score_by", "last")
         self.shared = spec.get("shared_choice", True)
+        self.last = spec.get("queries", 16) if self.score_by in ("uniform", "exp") else 0
+        self.newest = {}  # of a layer: the newest queries [Hq, D], the oldest first
 
     def prompt(self, layer, prompt):
         self.n = prompt.n
+        if self.last:
+            self.newest[layer] = list(prompt.q.transpose(0, 1))
         return super().prompt(layer, prompt)
 
-    def choose(self, q, k):
+    def choose_by_newest(self, layer, q, k):
+        """The last queries score the prompt before them. Where they are queries of the prompt, their tokens are read."""
+        self.newest[layer] = self.newest[layer] + [q]
+        seen, keys = k.shape[1], self.model.expand(k)
+        before, scores = min(self.n, max(0, seen - self.last)), 0
+        for age, query in enumerate(reversed(self.newest[layer][-self.last:])):
+            logits = (keys[:, :before] @ query[:, :, None])[:, :, 0] / k.shape[-1]**0.5
+            share = logits.softmax(-1).amax(0)
+            scores = scores + (share * 0.5**age if self.score_by == "exp" else share)
+        count = min(max(1, self.wanted() - (self.n - before)), before)
+        return torch.cat([policies.top(scores, count), torch.arange(before, self.n)])
+
+    def wanted(self):
+        return self.tokens if self.tokens is not None else int(self.budget["ratio"] * self.n)
+
+    def choose(self, layer, q, k):
+        if self.last:
+            return self.choose_by_newest(layer, q, k)
         logits = (q.reshape(self.model.kv_heads, self.model.group, -1) @ k[:, :self.n].transpose(1, 2))
         logits = logits.reshape(-1, self.n) / k.shape[-1]**0.5
         if self.score_by == "softmax_before_last":
             logits = logits.softmax(-1)
-        wanted = self.tokens if self.tokens is not None else int(self.budget["ratio"] * self.n)
-        return policies.top(logits.amax(0), max(1, min(wanted, self.n)))
+        return policies.top(logits.amax(0), max(1, min(self.wanted(), self.n)))
 
     def select(self, layer, q, k, kept):
         last = max((filter for filter in self.filters if filter <= layer), default=None)
         if layer == last:
-            self.chosen = self.choose(q, k)
+            self.chosen = self.choose(layer, q, k)
         if last is None or layer <= last + self.wait:
             return kept, None
-        chosen = self.chosen if self.shared else self.choose(q, k)
+        chosen = self.chosen if self.shared or layer == last else self.choose(layer, q, k)
         return [torch.cat([chosen, head[head >= self.n]]) for head in kept], None
 
 

@@ -62,7 +62,8 @@ class OverLayers:
 
 
 class ZigZagKv(OverLayers, SnapKv):
-    """Layers get tokens in proportion to how many of them hold `mass` of the attention, beyond a floor for each layer."""
+    """Layers get tokens in proportion to how many of them hold `mass` of the attention, beyond a floor for each layer.
+    With window_counts the window's tokens have the head's highest score and 1 more, of means over the window's queries."""
 
     def configure(self, spec):
         super().configure(spec)
@@ -71,7 +72,11 @@ class ZigZagKv(OverLayers, SnapKv):
     def prompt(self, layer, prompt):
         if prompt.n > self.tokens:
             scores = self.score(prompt)
-            self.hold(layer, scores, tokens_of_mass(scores, self.mass).double().mean().item())
+            means = scores / self.window
+            if self.spec.get("window_counts", False):
+                highest = means.amax(-1, keepdim=True)
+                means = torch.cat([means, (highest + 1).expand(-1, self.window)], 1)
+            self.hold(layer, scores, tokens_of_mass(means, self.mass).double().mean().item())
         return [torch.arange(prompt.n)] * self.model.kv_heads
 
     def divide(self, needs, n):

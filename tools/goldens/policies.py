@@ -123,7 +123,8 @@ class Full:
 
     def encode(self, layer, side, x):
         """What the cache stores of new keys or values x [Hkv, tokens, D]; side: "key" or "value"."""
-        return int8_per_token(x) if self.spec.get("codec") == "int8" else x
+        codec = self.spec.get("codec")
+        return x if codec is None else codes_per_token(x, *CODECS[codec])
 
     def prompt(self, layer, prompt):
         """Kept positions per KV head."""
@@ -295,9 +296,15 @@ def make(spec, model):
     return POLICIES[spec["name"]](spec, model)
 
 
-def int8_per_token(x):
-    """x [..., D] through 8-bit codes with an fp16 scale (max - min) / 255 and an fp16 real zero (min) per vector."""
+CODECS = {"int8": (255, False), "int4": (15, False), "atom": (15, True)}  # greatest code, and whether a code is 0
+
+
+def codes_per_token(x, most, whole_zero):
+    """x [..., D] through codes from 0 to `most` with an fp16 scale (max - min) / most and an fp16 real zero per vector: the
+    minimum, or the nearest multiple of the scale (Atom)."""
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    zero, scale = low.half().to(x.dtype), ((high - low) / 255).half().to(x.dtype)
-    codes = torch.where(scale > 0, (x - zero) / scale, torch.zeros_like(x)).round().clamp(0, 255)
+    unit = (high - low) / most
+    zero = -unit * (-low / unit).clamp(0, most).round() if whole_zero else low
+    zero, scale = zero.half().to(x.dtype), unit.half().to(x.dtype)
+    codes = torch.where(scale > 0, (x - zero) / scale, torch.zeros_like(x)).round().clamp(0, most)
     return codes * scale + zero

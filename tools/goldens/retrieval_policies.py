@@ -532,19 +532,40 @@ def low_rank(x, rank):
 
 # --- channels ------------------------------------------------------------------------------------------------------
 
+def skewing_matrices(model, ids):
+    """{(layer, KV head): A [D, D]}, where A = V of the singular value decomposition Q = U S V^T of a text's queries. The
+    queries of a group's heads stand below each other, after RoPE. Then Q A has its longest columns first, and
+    (Q A) (K A)^T = Q K^T."""
+    x, positions, matrices = model.embed(ids), torch.arange(len(ids)), {}
+    for layer in range(model.layers):
+        q, k, v = model.qkv(layer, x)
+        q = model.rotate(q, positions)
+        for kv, of_group in enumerate(q.double().reshape(model.kv_heads, -1, q.shape[-1])):
+            matrices[layer, kv] = torch.linalg.svd(of_group, full_matrices=True)[2].T.to(q.dtype)
+        attended, _, _ = model.prompt_attention(q, model.rotate(k, positions), v)
+        x = model.after_attention(layer, x, attended)
+    return matrices
+
+
 class InfiniGen(Full):
-    """A layer's input and the next layer's query weights guess logits of the next layer, by a few channels."""
+    """A layer's input and the next layer's query weights guess logits of the next layer, by a few channels. With a skew,
+    queries and keys are first multiplied by the matrices that the text `sample` gives."""
     lists_tokens = True
 
     def configure(self, spec):
+        self.skew = skewing_matrices(self.model, spec["sample"]) if "sample" in spec else None
         self.alpha, self.ratio, self.cap = spec.get("alpha", 4.0), spec.get("partial_ratio", 0.2), spec.get("cap", 400)
         self.cap_share, self.dense = spec.get("cap_share", 1.0), max(1, spec.get("dense_layers", 2))
         self.channels, self.guessed = {}, {}  # of a layer: of each KV head; [Hq, D]
 
     def prompt(self, layer, prompt):
-        sums = group_reduce(prompt.q.abs().sum(1), self.model.kv_heads, "sum")
-        self.channels[layer] = [top(head, max(1, int(self.ratio * sums.shape[1]))) for head in sums]
+        of_heads = prompt.q.reshape(self.model.kv_heads, -1, prompt.q.shape[-1])
+        sums = [self.skewed(layer, kv, queries).abs().sum(0) for kv, queries in enumerate(of_heads)]
+        self.channels[layer] = [top(head, max(1, int(self.ratio * len(head)))) for head in sums]
         return super().prompt(layer, prompt)
+
+    def skewed(self, layer, kv, x):
+        return x @ self.skew[layer, kv] if self.skew else x
 
     def enter(self, layer, x, position):
         if layer + 1 < self.model.layers:
@@ -557,8 +578,10 @@ class InfiniGen(Full):
             return kept, None
         scores = []
         for kv, few in enumerate(self.channels[layer]):
-            guess = self.guessed[layer][kv * self.model.group:(kv + 1) * self.model.group, few]
-            partial = k[kv, :-1, few].half().to(k.dtype)  # the copy of these channels has 16 bits a number
+            guess = self.guessed[layer][kv * self.model.group:(kv + 1) * self.model.group]
+            guess = self.skewed(layer, kv, guess)[:, few]
+            # The copy of these channels has 16 bits a number.
+            partial = self.skewed(layer, kv, k[kv, :-1])[:, few].half().to(k.dtype)
             scores.append((guess @ partial.T / math.sqrt(q.shape[-1])).amax(0))
         scores = torch.stack(scores)
         limit = min(self.cap or len(scores[0]), int(self.cap_share * len(scores[0])))
@@ -596,12 +619,14 @@ def channels_that_stay(queries, keys, ratio):
 # --- rules of heads ------------------------------------------------------------------------------------------------
 
 class FastGen(Full):
-    """A head gets the first of five nested rules that recovers enough of its attention to the prompt."""
+    """A head gets the first of five nested rules that recovers enough of its attention to the prompt: the mean over the
+    group, or the least of its heads."""
 
     def configure(self, spec):
         self.recovery, self.sinks, self.whole = spec.get("recovery", 0.85), spec.get("sinks", 4), spec.get("whole", 0)
         self.frequent = spec.get("frequent_share", 0.3) if spec.get("frequency", True) else 0
         self.local = spec.get("window_share", 0.3) if spec.get("local", True) else 0
+        self.least = spec.get("group", "mean") == "min"
         self.queries, self.window = spec.get("queries", 0), spec.get("queries", 0) or 1 << 20
         kinds = token_kinds(self.model.path)
         self.special = kinds["special"] if spec.get("special", True) else set()
@@ -635,7 +660,7 @@ class FastGen(Full):
             self.sums[layer, kv] = mean * (n - torch.arange(n))
             self.rule[layer, kv] = 4 if n <= self.whole else first_rule(
                 [recovered(rows[kv], self.of_rule(min(rule, 2), kept[kv], mean, n)[None] |
-                           (query - torch.arange(n) < (self.near(n) if rule == 3 else 0)))
+                           (query - torch.arange(n) < (self.near(n) if rule == 3 else 0)), self.least)
                  for rule in range(4)], self.recovery)
             kept[kv] = kept[kv][self.of_rule(self.rule[layer, kv], kept[kv], mean, n)]
         return kept
@@ -651,9 +676,11 @@ class FastGen(Full):
         return left
 
 
-def recovered(rows, marks):
-    """rows [G, queries, n], marks [queries or 1, n]: the attention to what is marked, mean over queries and heads."""
-    return (rows * marks).sum(-1).mean().item()
+def recovered(rows, marks, least=False):
+    """rows [G, queries, n], marks [queries or 1, n]: the attention to what is marked, mean over queries and heads, or of
+    the head with the least."""
+    of_heads = (rows * marks).sum(-1).mean(-1)
+    return (of_heads.amin() if least else of_heads.mean()).item()
 
 
 def first_rule(recoveries, wanted):

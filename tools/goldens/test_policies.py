@@ -167,6 +167,10 @@ def test_keyformer():
     assert abs(noise.mean() - .5772) < .06 and abs(noise.var() - math.pi**2 / 6) < .15
     assert not torch.equal(noise, policy.noise(1, 3, 0, torch.arange(4096), torch.float64))
     assert torch.equal(noise[7:9], policy.noise(0, 3, 0, torch.tensor([7, 8]), torch.float64))  # positions, not places
+    fresh, one = (policies.make({"name": "keyformer", "budget": {"tokens": 4}, "fresh_noise": fresh}, model())
+                  for fresh in (True, False))
+    noises = [[p.noise(0, query, 0, torch.arange(9), torch.float64) for query in (0, 5)] for p in (fresh, one)]
+    assert torch.equal(noises[0][0], noises[1][0]) and torch.equal(*noises[1]) and not torch.equal(*noises[0])
 
 
 def test_criticalkv():
@@ -207,6 +211,13 @@ def test_zigzag():
     assert layer_policies.zigzag_budgets([10, 20, 30, 40], 100, 20, 1, 120) == [64, 96, 120, 120]
     assert layer_policies.zigzag_budgets([0, 0], 10, 2, 1, 100) == [10, 10]
     assert sum(layer_policies.zigzag_budgets([1, 1, 1], 33, 0, 1, 100)) == 99
+    # Two queries before a window of two: means .5, .3, .15 and .05. The window's tokens have 1.5 of 4 each.
+    rows = torch.tensor([[.5, .3, .15, .05, 0, 0]] * 2)[None]
+    for mass, counts, need in ((.9, False, 3), (.9, True, 4), (.87, True, 3), (.7, True, 2)):
+        spec = {"name": "zigzagkv", "budget": {"tokens": 4}, "window": 2, "pooling": "none", "mass": mass, "window_counts": counts}
+        policy = policies.make(spec, model())
+        policy.prompt(0, prompt(6, last_rows=rows))
+        assert policy.held[0][1] == need, (mass, counts, policy.held[0][1])
 
 
 def test_cake_budgets():
@@ -282,6 +293,17 @@ def test_omnikv():
         kept = [torch.arange(5)] * 2
         assert policy.select(0, torch.ones(2, 1), keys, kept) == (kept, None)
         assert lists(policy.select(1, torch.ones(2, 1), keys, kept)[0]) == [[*wanted, 4]] * 2
+    # The window of two has the query before the step's, and so token 3. Both heads of that query give .02, .03 and .95.
+    keys = torch.tensor([[1., 5, 2, 0, 0], [4, 1, 3, 0, 0]])
+    before = torch.tensor([.02, .03, .95, 1, 1]).log().expand(2, -1)
+    step, earlier = torch.tensor([[2**.5, 0.]] * 2), torch.tensor([[0., 2**.5]] * 2)
+    for score_by, wanted in (("uniform", [2, 3, 4]), ("exp", [1, 3, 4])):
+        spec = {"name": "omnikv", "budget": {"tokens": 2}, "filter_layers": "0", "wait_layers": 0, "score_by": score_by, "queries": 2}
+        policy = policies.make(spec, SimpleNamespace(kv_heads=2, group=1, layers=2, expand=lambda k: k))
+        policy.prompt(0, prompt(4, q=torch.stack([torch.full((2, 2), 9.), torch.full((2, 2), 9.), step, earlier], 1)))
+        both = torch.stack([keys, before], -1)
+        policy.select(0, step, both, kept)
+        assert lists(policy.select(1, step, both, kept)[0]) == [wanted] * 2
 
 
 def test_sparq():
@@ -411,6 +433,14 @@ def test_infinigen():
     policy.channels[1], policy.guessed[1] = [torch.tensor([0])] * 2, torch.ones(2, 1)
     keys = torch.cat([scores, torch.zeros(2, 1)], 1)[..., None]
     assert lists(policy.select(1, torch.ones(2, 1), keys, None)[0]) == [[0, 1, 2, 5]] * 2
+    tiny, ids = llama.Llama(os.path.join(TINY, "llama-gqa3"), torch.float64), list(range(2, 62))
+    matrices = retrieval.skewing_matrices(tiny, ids)
+    assert len(matrices) == tiny.layers * tiny.kv_heads
+    q = tiny.rotate(tiny.qkv(0, tiny.embed(ids))[0], torch.arange(60))[:tiny.group].reshape(-1, tiny.head_dim)
+    turned = matrices[0, 0]
+    assert torch.allclose(turned @ turned.T, torch.eye(tiny.head_dim, dtype=torch.float64), atol=1e-9)
+    products = (q @ turned).T @ (q @ turned)  # columns at right angles to each other, the longest first
+    assert torch.allclose(products, products.diag().diag(), atol=1e-8) and (products.diag().diff() <= 0).all()
 
 
 def test_shadowkv():
@@ -442,6 +472,13 @@ def test_fastgen():
     for kept, share in (({0}, .56), ({0, 3}, .62), ({0, 1, 2, 3}, .96)):
         marks = torch.tensor([[p in kept for p in range(5)]])
         assert abs(retrieval.recovered(rows[None], marks) - share) < 1e-6
+    # Another head of the group looks at all tokens alike: 2.28 / 5 fall on token 0, and 2.73 / 5 on {0, 3}.
+    both = torch.stack([rows, torch.ones(5, 5).tril() / torch.arange(1, 6)[:, None]])
+    for group, rule in (("mean", 0), ("min", 1)):
+        policy = policies.make({**spec, "recovery": .5, "group": group}, SimpleNamespace(kv_heads=1, group=2, path=folder))
+        policy.special, policy.punctuation, policy.text = {7}, {8}, [7, 1, 1, 8, 1]
+        policy.prompt(0, prompt(5, last_rows=both))
+        assert policy.rule[0, 0] == rule
     kinds = retrieval.token_kinds(folder)
     assert kinds["special"] == {0, 1} and {2, 13, 15} <= kinds["punctuation"] and 17 not in kinds["punctuation"]
 
@@ -669,8 +706,12 @@ def test_head_profile():
 
 def test_int8():
     x = torch.tensor([[-1., 0, .33, 2], [3., 3, 3, 3]])
-    decoded = policies.int8_per_token(x)
+    decoded = policies.codes_per_token(x, *policies.CODECS["int8"])
     assert (decoded - x).abs().max() <= 3 / 255 / 2 + 1e-3 and decoded[1].tolist() == [3.0] * 4
+    decoded = policies.codes_per_token(x[:1], *policies.CODECS["int4"])  # units of .2 from -1 on
+    assert (decoded - torch.tensor([[-1, 0, .4, 2]])).abs().max() < 2e-3
+    decoded = policies.codes_per_token(torch.tensor([[-1., .05, 2.75]]), *policies.CODECS["atom"])  # units of .25 from -1
+    assert decoded.tolist() == [[-1, 0, 2.75]]
 
 
 def test_runs():

@@ -75,7 +75,7 @@ PolicySpec spec_of(const json& p, Registry& registry) {
     // A division over layers beside the scorer that the reference divides for.
     const bool zigzag = s.name == "zigzagkv";
     std::map<std::string, ParamValue> of_split;
-    for (const char* name : {"mass", "floor", "tau1", "tau2"})
+    for (const char* name : {"mass", "floor", "tau1", "tau2", "window_counts"})
       if (auto node = params.extract(name)) of_split.insert(std::move(node));
     if (!zigzag) of_split["window"] = params.at("window");
     s.split = use(registry, Role::budget, zigzag ? s.name : "cake_layers", of_split);
@@ -97,6 +97,31 @@ Profile profile_of(const json& p) {
     for (const json& row : rows)
       for (const json& value : row) out[name].values.push_back(value.get<float>());
   }
+  return out;
+}
+
+// Shows a profiler the prompts of a run with the full cache.
+class Watched final : public Policy {
+ public:
+  explicit Watched(Profiler& profiler) : profiler_(profiler) {}
+  Needs needs() const override { return profiler_.needs(); }
+  void attach(const Shape& shape, const BudgetAmount&, Workspace& w) override { profiler_.attach(shape, w); }
+  void prefill(const LayerPrefill& kv, Edits&, Stream s) override { profiler_.prefill(kv, s); }
+
+ private:
+  Profiler& profiler_;
+};
+
+// The skew that InfiniGen's profiler finds in these tokens. The reference has one of its own.
+Profile skew_of(const std::shared_ptr<const Model>& model, const std::vector<int>& sample, Registry& registry) {
+  const PluginInfo& info = registry.require(Role::profiler, "infinigen_skew");
+  const auto profiler = create<Profiler>(info, resolve(info, {}));
+  EngineOptions o;
+  o.max_tokens = static_cast<int>(sample.size());
+  Engine engine(model, std::make_shared<Watched>(*profiler), o);
+  REQUIRE(engine.prefill(engine.open(), sample, true, {}) == Fit::ok);
+  Profile out;
+  profiler->finish(out);
   return out;
 }
 
@@ -243,12 +268,15 @@ TEST_CASE("policies keep, read and predict what the reference does") {
     const int tokens = static_cast<int>(prompt.size() + forced.size());
     PolicySpec spec = spec_of(c["policy"], registry);
     Profile profile = profile_of(c["policy"]);
+    if (c["policy"].contains("sample"))
+      profile = skew_of(model, c["policy"]["sample"].get<std::vector<int>>(), registry);
     if (spec.split && spec.split->name == "head_profile") profile = through_file(profile, *model, spec.page_size);
     if (!profile.empty()) spec.profile = "golden";
     // Codes may round the other way. Those of kvquant do not in the tiny models' files.
     const bool int8 = spec.codec.has_value() || spec.name == "leankv" || (spec.name == "kvquant" && name == "recall");
     // A code of 4 bits that rounds the other way moves a number so much farther than one of 8 bits.
-    const double flip = spec.name == "leankv" ? 255. / 15 : 1;
+    const bool four_bits = spec.name == "leankv" || (spec.codec && spec.codec->name != "int8");
+    const double flip = four_bits ? 255. / 15 : 1;
     EngineOptions o;
     o.max_tokens = tokens;
     o.page_size = spec.page_size;
