@@ -1,3 +1,7 @@
+#include "ops/attend/attend.hpp"
+#include "ops/attend/left_out.hpp"
+#include "plugin/before_step.hpp"
+#include "store/workspace.hpp"
 #include "support/on_text.hpp"
 
 using namespace kvlab;
@@ -122,6 +126,72 @@ TEST_CASE("sparq: the card's scores") {
       filled({2, -1, .5, 0}, {{1, 0, 0, 0}, {0, -2, 0, 0}, {-1, 0, 4, 0}}, {{1}, {3}, {11}}, scores, {0, 1});
   CHECK(out.share == Approx(.9455).epsilon(1e-4));
   CHECK(out.output[0] == Approx(2.1635).epsilon(1e-4));
+}
+
+// The card's keys and values in another order, since a step reads its own token. Twice the channels, of which half are
+// 0, divide logits and scores by sqrt(2) more: the query has so much more.
+TEST_CASE("sparq: the card's output by the policy, the choice's list and attention") {
+  const bool key_copy = GENERATE(true, false);
+  PagedFixture cache({1, 1, 8, 4, 4});
+  const auto append = [&](std::vector<float> key, float value) {
+    key.resize(8);
+    cache.append(0, 0, key, {value, 0, 0, 0, 0, 0, 0, 0});
+  };
+  append({-1, 0, 4, 0}, 11);
+  append({1, 0, 0, 0}, 1);
+  std::vector<float> query{2, -1, .5f, 0, 0, 0, 0, 0};
+  for (float& x : query) x *= std::sqrt(2.f);
+
+  static Registry registry;
+  const PluginInfo& info = registry.require(Role::policy, "sparq");
+  const auto policy =
+      create<Policy>(info, resolve(info, {{"rank", std::int64_t{2}}, {"local", 0.}, {"key_copy", key_copy}}));
+  Shape shape;
+  shape.layers = shape.max_slots = shape.query_heads = shape.kv_heads = 1;
+  shape.head_dim = 8, shape.page_size = 4, shape.max_tokens = 16;
+  Ledger ledger;
+  StoreWorkspace workspace(ledger, Stream::cpu());
+  policy->attach(shape, {BudgetAmount::tokens, 2}, workspace);
+  std::int32_t slot = 0, position = 2, step = 0, budget = 2;
+  const bool last = true;
+  PagedKv pages;
+  const auto begin = [&](LayerKv& kv) {
+    pages = cache.view();
+    kv.shape = &shape, kv.pages = pages, kv.workspace = &workspace;
+    kv.keys = {&pages, KvSide::key}, kv.values = {&pages, KvSide::value};
+    kv.slots = &slot, kv.position = &position, kv.step = &step, kv.budget = &budget;
+    kv.max_length = position;
+  };
+  LayerPrefill prompt_kv;
+  begin(prompt_kv);
+  const std::vector<float> queries(16);
+  prompt_kv.chunk_queries = View<const float, 4>::dense(queries.data(), {1, 1, 2, 8});
+  prompt_kv.last = &last;
+  Edits none;
+  policy->prefill(prompt_kv, none, Stream::cpu());
+  append({0, -2, 0, 0}, 3);
+  position = 3;
+  tell_before_step(policy.get(), {.rows = 1, .slots = &slot, .position = &position, .step = &step, .budget = &budget});
+  LayerStep now;
+  begin(now);
+  now.queries = View<const float, 3>::dense(query.data(), {1, 1, 8});
+  Edits edits;
+  policy->select(now, edits, Stream::cpu());
+  REQUIRE(edits.all().size() == 1);
+  REQUIRE(edits.all()[0].verb == Edit::attend_tokens);
+  REQUIRE(edits.left_out().size() == 1);
+  const TokenList read{edits.all()[0].list};
+  REQUIRE(read.count(0, 0) == 2);
+  CHECK(std::pair{read.index(0, 0, 0), read.index(0, 0, 1)} == std::pair{1, 2});
+  CHECK(edits.left_out()[0].share(0, 0) == Approx(.9455).epsilon(1e-4));
+
+  std::vector<float> out(8);
+  ops::AttendArgs a;
+  a.kv = pages, a.queries = View<const float, 3>::dense(query.data(), {1, 1, 8}), a.tokens = &read;
+  a.out = View<float, 3>::dense(out.data(), {1, 1, 8});
+  ops::attend(a, workspace, Stream::cpu());
+  ops::blend_left_out(pages, edits.left_out()[0], a.out, nullptr, Stream::cpu());
+  CHECK(out[0] == Approx(2.1635).epsilon(1e-4));
 }
 
 TEST_CASE("sparq reads on real text what a plain implementation reads") {
