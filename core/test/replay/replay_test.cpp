@@ -10,7 +10,9 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "model/checkpoint.hpp"
 #include "replay/recorder.hpp"
+#include "result/profile_file.hpp"
 #include "run/record.hpp"
 #include "run/runner.hpp"
 #include "support/cell_fixture.hpp"
@@ -142,6 +144,63 @@ constexpr const char* policies_of_all_kinds = R"(
   - {name: streams, policy: duo_attention, retrieval_heads: false, sinks: 4, window: 16}
   - think
   - shadowkv: {budget: {tokens: 32}, rank: 8, outliers: 1, local_chunks: 1}
+  - squeezed_attention: {window: 16}
+  - {name: blocks, policy: infllm, prompt_retrieval: false, sinks: 8, window: 32, block: 16, top: 1}
+  - {name: sketch, policy: subgen, sinks: 4, window: 32, clusters: 8, values: 16}
+  - {name: pages of heads, policy: lserve, retrieval_heads: false, sinks: 4, window: 16}
+  - {name: compensated, policy: razor_attention, retrieval_heads: false, sinks: 4, window: 16, window_share: 0}
+)";
+
+// Each in a setting in which it leaves nothing out.
+constexpr const char* policies_that_hold_everything = R"(
+  - full
+  - window: {budget: {tokens: 256}}
+  - random: {budget: {tokens: 256}}
+  - {name: ada, scorer: snapkv, window: 8, budget: {tokens: 256, split: adakv}}
+  - {name: zigzag, scorer: snapkv, window: 8, budget: {tokens: 256, split: zigzagkv}}
+  - {name: layers, scorer: cake, window: 8, budget: {tokens: 256, split: {cake_layers: {window: 8}}}}
+  - h2o: {budget: {tokens: 256}}
+  - tova: {budget: {tokens: 256}}
+  - knorm: {budget: {tokens: 256}}
+  - keydiff: {budget: {tokens: 256}}
+  - expected_attention: {budget: {tokens: 256}}
+  - scissorhands: {budget: {tokens: 256}, window: 6, recent: 4, drop: 6}
+  - keyformer: {budget: {tokens: 256}}
+  - morphkv: {budget: {tokens: 256}, window: 8}
+  - raas_tokens: {budget: {tokens: 256}}
+  - raas: {budget: {tokens: 256}}
+  - k_center: {budget: {tokens: 256}}
+  - oracle_evict: {budget: {tokens: 256}}
+  - quest: {budget: {tokens: 256}, dense_layers: 0}
+  - oracle: {budget: {tokens: 256}, dense_layers: 0}
+  - sparq: {budget: {tokens: 256}, dense_layers: 0}
+  - clusterkv: {budget: {tokens: 256}, dense_layers: 0}
+  - arkvale: {budget: {tokens: 256}, dense_layers: 0, sinks: 8, window: 8}
+  - freekv: {budget: {tokens: 256}, dense_layers: 0, sinks: 8, window: 8}
+  - omnikv: {budget: {tokens: 256}, filter_layers: "0", wait_layers: 0}
+  - twilight: {dense_layers: 0, p: 1, tokens: 256}
+  - magicpig: {bits: 0}
+  - {name: blocks, policy: infllm, prompt_retrieval: false, sinks: 8, window: 256, block: 16}
+  - {name: sketch, policy: subgen, window: 256}
+  - {name: streams, policy: duo_attention, retrieval_heads: false, window: 256}
+  - {name: pages of heads, policy: lserve, retrieval_heads: false, window: 256}
+  - {name: compensated, policy: razor_attention, retrieval_heads: false, window: 256}
+)";
+
+// Each leaves tokens out in the last of 8 layers alone.
+constexpr const char* policies_of_the_last_layer = R"(
+  - quest: {budget: {tokens: 32}, dense_layers: 7}
+  - oracle: {budget: {tokens: 32}, dense_layers: 7}
+  - {name: placed, selector: quest, budget: {tokens: 32}, dense_layers: 7, placement: {tier: host, resident: 48}}
+  - sparq: {budget: {tokens: 32}, dense_layers: 7}
+  - clusterkv: {budget: {tokens: 32}, dense_layers: 7}
+  - arkvale: {budget: {tokens: 32}, dense_layers: 7, sinks: 8, window: 8}
+  - freekv: {budget: {tokens: 32}, dense_layers: 7, sinks: 8, window: 8}
+  - raas: {budget: {tokens: 32}, dense_layers: 7}
+  - twilight: {dense_layers: 7, p: 0.6}
+  - magicpig: {full_layers: "0,1,2,3,4,5,6", window: 8}
+  - omnikv: {budget: {tokens: 32}, filter_layers: "5", wait_layers: 1}
+  - {name: newest queries, policy: omnikv, budget: {tokens: 32}, filter_layers: "5", wait_layers: 1, score_by: exp}
 )";
 
 // The largest difference of numbers [step, layer] of layers below `layers`. A NaN must meet a NaN.
@@ -172,6 +231,25 @@ void check_equal(const std::vector<results::CellResult>& live, const std::vector
     CHECK(apart(a.page_recall, b.page_recall, a.layers, layers) < 1e-5);
     CHECK(apart(a.output_error, b.output_error, a.layers, layers) < 1e-4);
   }
+}
+
+// A profile of the case's model, whose heads differ in every array.
+std::string profile_of(const Case& c) {
+  const auto model = load_model(*open_checkpoint(c.model), DType::f32, "m");
+  Profile profile;
+  for (const char* name : {"gate", "echo", "induction"}) {
+    ProfileArray& array = profile[name];
+    array.extent = {model->config.layers, model->config.kv_heads};
+    for (int i = 0; i < model->config.layers * model->config.kv_heads; ++i)
+      array.values.push_back(static_cast<float>(i + 1) / 8);
+  }
+  results::ProfileFile file;
+  file.model = model->name, file.model_fingerprint = model->fingerprint, file.page_size = 8;
+  file.profilers = {{"heads", "{}", profile}};
+  results::RunInfo info;
+  info.created_utc = "2026-01-01T00:00:00Z";
+  results::write_profile(c.path("heads.h5"), info, file);
+  return c.path("heads.h5");
 }
 
 }  // namespace
@@ -226,6 +304,62 @@ TEST_CASE("in a deeper model a replay equals a live run in the first layer, in e
   check_equal({live[0]}, {replayed[0]}, live[0].fidelity.layers);
   CHECK(replayed[0].summary.mass == Approx(1).margin(1e-6));
   CHECK(replayed[0].summary.page_recall == 1);
+}
+
+TEST_CASE("a replay equals a live run in all layers of a deep model where a policy leaves nothing out") {
+  Case c;
+  c.model = "bundled/recall";
+  c.task = "text: {prefix: 96, forced: 6, samples: 1}";
+  const auto live = c.live(policies_that_hold_everything),
+             replayed = c.replayed(c.record(), policies_that_hold_everything);
+  REQUIRE(live[0].fidelity.layers == 8);
+  check_equal(live, replayed, 8);
+  for (const auto& cell : replayed) {
+    CAPTURE(cell.summary.policy);
+    CHECK(cell.summary.mass == Approx(1).margin(1e-6));
+  }
+}
+
+TEST_CASE("a replay equals a live run in all layers of a deep model where a policy acts in the last one alone") {
+  // What a layer attends to changes the rows of the layers behind it, and here there is none.
+  Case c;
+  c.model = "bundled/recall";
+  c.task = "text: {prefix: 96, forced: 12, samples: 1}";
+  const auto live = c.live(policies_of_the_last_layer), replayed = c.replayed(c.record(), policies_of_the_last_layer);
+  REQUIRE(live[0].fidelity.layers == 8);
+  check_equal(live, replayed, 8);
+  for (const auto& cell : replayed) {
+    CAPTURE(cell.summary.policy);
+    CHECK(cell.summary.mass < 0.9999);
+  }
+}
+
+TEST_CASE("a replay equals a live run up to the first layer that a policy of several layers changes") {
+  const Case c;
+  const std::string policies =
+      "  - minicache: {start: 0.5}\n  - omnikv: {budget: {tokens: 32}, filter_layers: '0', wait_layers: 0}\n"
+      "  - {name: own, policy: omnikv, budget: {tokens: 32}, filter_layers: '0', wait_layers: 0, shared_choice: "
+      "false}\n";
+  const auto live = c.live(policies), replayed = c.replayed(c.record(), policies);
+  REQUIRE(live[0].fidelity.layers == 3);
+  check_equal(live, replayed, 2);
+  for (const auto& cell : replayed) CHECK(double{cell.fidelity.output_error.at(3 + 1)} > 1e-4);  // of the second step
+}
+
+TEST_CASE("a replay obeys a profile of the recording's model as a live run does") {
+  const Case c("llama-gqa3", 1);
+  const std::string heads = "profile: " + profile_of(c) + "}\n";
+  const std::string policies =
+      "  - duo_attention: {sinks: 4, window: 16, " + heads +
+      "  - lserve: {sinks: 4, window: 16, tokens: 32, parts: 2, " + heads +
+      "  - razor_attention: {sinks: 4, window: 16, window_share: 0, induction: 0.5, " + heads +
+      "  - {name: heads, scorer: snapkv, window: 8, budget: {tokens: 32, split: head_profile}, " + heads;
+  const auto live = c.live(policies), replayed = c.replayed(c.record(), policies);
+  check_equal(live, replayed, 1);
+  for (const auto& cell : replayed) {
+    CAPTURE(cell.summary.policy);
+    CHECK(cell.summary.mass < 0.9999);
+  }
 }
 
 TEST_CASE("a replay turns keys back for policies that keep them by rank") {
@@ -298,6 +432,8 @@ TEST_CASE("replays refuse what a recording lacks before any work") {
                     Catch::Contains("p.yaml:3") && Catch::Contains("a recording has no output projection"));
   CHECK_THROWS_WITH(refused("  - infinigen: {skew: false}\n")(),
                     Catch::Contains("p.yaml:3") && Catch::Contains("a recording has no hidden states"));
+  CHECK_THROWS_WITH(refused("  - infllm: {sinks: 8, window: 32, block: 16}\n")(),
+                    Catch::Contains("p.yaml:3") && Catch::Contains("chooses what prompts attend to"));
   CHECK_THROWS_WITH(refused("  - fastgen\n")(),
                     Catch::Contains("p.yaml:3") && Catch::Contains("a recording has no tokenizer"));
   CHECK(!fs::exists(c.path("x.h5")));
