@@ -94,8 +94,11 @@ class Subjects {
  public:
   Subjects() : registry_(library_under_test()), catalog_(registry_) {
     const auto scorers = all(Role::scorer), selectors = all(Role::selector), codecs = all(Role::codec);
-    for (const PluginInfo* p : scorers)
+    for (const PluginInfo* p : scorers) {
       if (under_test(*p)) add(*p, p->name, [&](PolicySpec& s) { s.scorer = use(*p); });
+      for (const auto& one : other_ways(*p))
+        add(*p, p->name + ", " + one.first, [&](PolicySpec& s) { s.scorer = use_with(*p, {one}); });
+    }
     // Summaries of pages in 16 bits and, where a parameter says so, in 8.
     const std::map<std::string, ParamValue> codes{{"summary_bits", std::int64_t{8}}};
     const auto in_codes = [](const PluginInfo& p) { return under_test(p) && find_param(p, "summary_bits"); };
@@ -107,16 +110,18 @@ class Subjects {
     for (const PluginInfo* p : all(Role::policy)) {
       if (under_test(*p)) add(*p, p->name, [&](PolicySpec& s) { s.policy = use(*p); });
       if (in_codes(*p)) add(*p, p->name + ", summary_bits: 8", [&](PolicySpec& s) { s.policy = use_with(*p, codes); });
-      if (under_test(*p) && find_param(*p, "mean_value_of_groups"))
-        add(*p, p->name + ", mean_value_of_groups", [&](PolicySpec& s) {
-          s.policy = use_with(*p, {{"mean_value_of_groups", true}});
-        });
+      for (const auto& one : other_ways(*p))
+        add(*p, p->name + ", " + one.first, [&](PolicySpec& s) { s.policy = use_with(*p, {one}); });
     }
     // In this tree adakv, which divides by the scores, meets all scorers. Each other budget meets snapkv and three
     // more, in turn. KVLAB_CONTRACT_PAIRS=all asks every pair.
     std::size_t next = 0;
     for (const PluginInfo* p : all(Role::budget)) {
       if (!under_test(*p)) continue;
+      for (const auto& one : other_ways(*p))
+        add(*p, "snapkv+" + p->name + ", " + one.first, [&](PolicySpec& s) {
+          s.scorer = use(registry_.require(Role::scorer, "snapkv")), s.split = use_with(*p, {one});
+        });
       const bool all_pairs = p->name == "adakv" || !of_the_tree() || every_pair();
       for (std::size_t i = 0; i < scorers.size(); ++i) {
         const bool in_turn = (i + scorers.size() - next % scorers.size()) % scorers.size() < 3;
@@ -261,6 +266,22 @@ class Subjects {
   static PluginUse use(const PluginInfo& p) { return use_with(p, {}); }
 
  private:
+  // Parameters by which a plugin under test takes another way than by default, each with that way.
+  std::vector<std::pair<const std::string, ParamValue>> other_ways(const PluginInfo& p) const {
+    std::vector<std::pair<const std::string, ParamValue>> ways;
+    for (const auto& [name, value] :
+         std::vector<std::pair<const std::string, ParamValue>>{{"fresh_noise", false},
+                                                               {"group", std::string("min")},
+                                                               {"mean_value_of_groups", true},
+                                                               {"score_by", std::string("exp")},
+                                                               {"window_counts", true}})
+      if (const ParamSpec* param = find_param(p, name);
+          under_test(p) && param &&
+          (param->choices.empty() ||
+           std::count(param->choices.begin(), param->choices.end(), std::get<std::string>(value)) > 0))
+        ways.emplace_back(name, value);
+    return ways;
+  }
   std::vector<const PluginInfo*> all(Role role) { return registry_.list(role); }
   static bool pins_many(const PluginInfo& scorer) {
     const Pins pins = create<Scorer>(scorer, resolve(scorer, {}))->pins(48);
