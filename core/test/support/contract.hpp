@@ -14,6 +14,7 @@
 #include "cases/quick.hpp"
 #include "compose/compose.hpp"
 #include "compose/forwarding.hpp"
+#include "compose/row_coded.hpp"
 #include "engine/engine.hpp"
 #include "experiment/build_policy.hpp"
 #include "model/checkpoint.hpp"
@@ -81,7 +82,7 @@ struct Subject {
   PolicySpec spec;            // without a budget
   std::vector<DType> dtypes;  // Needs::dtypes
   bool own_amount = false;    // Needs::own_amount
-  bool keeps_tokens = false;  // pages that are codes do, so core refuses later evictions and pages on the host
+  bool keeps_tokens = false;  // codes do, so core refuses later evictions and most pages on the host
   bool composed() const {
     return role == Role::budget || role == Role::codec || role == Role::pruner || role == Role::rescorer;
   }
@@ -205,7 +206,8 @@ class Subjects {
   // Subject::keeps_tokens
   bool keeps_tokens(const PolicySpec& spec) {
     if (!spec.codec) return false;
-    return pages_age(*create<Codec>(registry_.require(Role::codec, spec.codec->name), spec.codec->params));
+    const auto codec = create<Codec>(registry_.require(Role::codec, spec.codec->name), spec.codec->params);
+    return pages_age(*codec) || codes_rows(*codec);
   }
 
   // The spec, whose policy attends as full does to what it keeps. With a parameter `p` it reads the whole share. With
