@@ -14,10 +14,13 @@ using namespace kvlab::cases;
 namespace {
 
 // Tokens of each layer, for one sequence of n tokens and one KV head. Throws where kvlab refuses the sum.
-std::vector<int> allotted(int layers, int n, int cap, Pins pins, bool exact_total) {
+std::vector<int> allotted(int layers, int n, int cap, Pins pins, bool exact_total, int beta = 20,
+                          bool window_inside = false) {
   static Registry registry;
   const PluginInfo& info = registry.require(Role::budget, "pyramid");
-  const auto budget = create<Budget>(info, resolve(info, {{"exact_total", exact_total}}));
+  const auto budget = create<Budget>(
+      info,
+      resolve(info, {{"beta", std::int64_t{beta}}, {"exact_total", exact_total}, {"window_inside", window_inside}}));
   HeapWorkspace workspace;
   LayerKv kv;
   kv.pages.rows = kv.pages.kv_heads = 1;
@@ -45,6 +48,19 @@ std::vector<int> allotted(int layers, int n, int cap, Pins pins, bool exact_tota
 int sum(const std::vector<int>& tokens) { return std::accumulate(tokens.begin(), tokens.end(), 0); }
 
 }  // namespace
+
+TEST_CASE("pyramid: shares that hold the window, by hand") {
+  const auto shares = [](int n, int cap, int pinned, int beta) {
+    return allotted(8, n, cap, {.first = 0, .last = pinned}, true, beta, true);
+  };
+  // From 2 * 40 - 10 to 40 / 4: 70, 61.43, 52.86, 44.29, 35.71, 27.14, 18.57 and 10.
+  CHECK(shares(120, 40, 8, 4) == std::vector<int>{70, 61, 53, 44, 36, 27, 19, 10});
+  // The first layer has room for 60 - 8 tokens, so the last one keeps 80 - 52: a step is 24 / 7.
+  CHECK(shares(60, 40, 8, 4) == std::vector<int>{52, 49, 45, 42, 38, 35, 31, 28});
+  CHECK(shares(120, 40, 8, 20) == std::vector<int>(8, 40));  // a last layer of 2 tokens cannot hold the window
+  CHECK(shares(30, 40, 8, 4) == std::vector<int>(8, 30));
+  CHECK(allotted(1, 120, 40, {}, true, 4, true) == std::vector<int>{40});
+}
 
 TEST_CASE("pyramid: the layers' tokens add up to the budget") {
   // The first layer keeps 2 * 64 - 3 tokens and the last 64 / 20. The step between layers is 122 / 7.

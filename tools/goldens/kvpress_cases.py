@@ -14,7 +14,7 @@ import sys
 
 import torch
 from kvpress import (AdaKVPress, CriticalKVPress, ExpectedAttentionPress, KeyDiffPress, KnormPress, ObservedAttentionPress,
-                     SnapKVPress, StreamingLLMPress, TOVAPress)
+                     PyramidKVPress, SnapKVPress, StreamingLLMPress, TOVAPress)
 from transformers import DynamicCache, LlamaForCausalLM
 
 PROMPT, KEPT = 120, 24
@@ -52,6 +52,8 @@ CASES = {
     "AdaKVPress(KnormPress)": ({"name": "knorm", "budget": MINIMUM}, lambda: AdaKVPress(KnormPress(DROPPED))),
     "StreamingLLMPress": ({"name": "streaming_llm", "budget": BUDGET, "sinks": 4, "positions": "original"},
                           lambda: StreamingLLMPress(DROPPED, n_sink=4)),
+    "PyramidKVPress": ({**SNAPKV, "budget": {"tokens": 40, "split": "pyramid", "beta": 4, "window_inside": True}},
+                       lambda: PyramidKVPress(1 - 40 / PROMPT, window_size=8, kernel_size=5, beta=4)),
     "SnapKVPress, window 64": (SNAPKV_64, snapkv_64, LONG),
     "AdaKVPress(SnapKVPress, window 64)": ({**SNAPKV_64, "budget": {**MINIMUM, "tokens": KEPT_OF_LONG}},
                                            lambda: AdaKVPress(snapkv_64()), LONG),

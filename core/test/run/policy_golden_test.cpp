@@ -38,7 +38,10 @@ PolicySpec spec_of(const json& p, Registry& registry) {
     s.budget = {BudgetAmount::tokens, b["tokens"].get<double>()};
     const std::string split = b.value("split", "uniform");
     if (split == "pyramid")
-      s.split = use(registry, Role::budget, split, {{"beta", b["beta"].get<std::int64_t>()}, {"exact_total", false}});
+      s.split = use(registry, Role::budget, split,
+                    {{"beta", b["beta"].get<std::int64_t>()},
+                     {"exact_total", false},
+                     {"window_inside", b.value("window_inside", false)}});
     if (split == "adakv")
       s.split = use(
           registry, Role::budget, split,
@@ -336,7 +339,7 @@ TEST_CASE("policies keep what kvpress keeps of a prompt") {
   const auto model = load_model(*open_checkpoint(test::golden(golden["model"])), DType::f32, "recall");
   Registry registry;
   const RegistryCatalog catalog(registry);
-  CHECK(golden["cases"].size() == 12);
+  CHECK(golden["cases"].size() == 13);
   for (const json& c : golden["cases"]) {
     CAPTURE(c["name"].get<std::string>());
     const PolicySpec spec = spec_of(c["policy"], registry);
