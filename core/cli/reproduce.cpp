@@ -211,7 +211,7 @@ class Reproduction {
   papers::OurRun read_run(const Run& run, const std::string& file) const {
     std::set<std::string> tasks;
     for (const TaskSpec& task : run.loaded->experiment.tasks) tasks.insert(task_label(task));
-    return papers::read_run(file, tasks.size(), papers::reads_parts(*chosen_.item));
+    return papers::read_run(file, tasks.size(), papers::extra_of(*chosen_.item));
   }
 
   papers::Ours ours() const {

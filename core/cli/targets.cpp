@@ -212,7 +212,7 @@ class Table {
         std::ifstream in(from);
         if (auto lines = nlohmann::json::parse(in, nullptr, false); lines.is_object()) out.lines[run->name] = lines;
       } else if (!is_profile(*run) && !under_way_.count(run->name) && results::is_there(from)) {
-        out.ours.runs.emplace(run->name, papers::read_run(from, 1, true));
+        out.ours.runs.emplace(run->name, papers::read_run(from, 1, {.parts = true}));
       }
     }
     if (o_.small)

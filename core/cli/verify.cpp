@@ -86,7 +86,7 @@ std::vector<Published> published_of(const VerifyOptions& options, const std::str
   for (const TaskSpec& task : experiment.tasks) tasks.insert(task_label(task));
   std::vector<Published> out;
   for (const papers::Chosen& one : chosen) {
-    const papers::OurRun run = papers::read_run(options.file, tasks.size(), papers::reads_parts(*one.item));
+    const papers::OurRun run = papers::read_run(options.file, tasks.size(), papers::extra_of(*one.item));
     results::ReportPage page = papers::beside_run(one, fs::path(experiment_file).stem().string(), run);
     if (page.tables.size() > 1)
       out.push_back({one.name(), std::move(page)});

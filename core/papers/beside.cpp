@@ -83,6 +83,11 @@ double most_that_decode(const OurRun& run, const std::string& cell) {
 }
 
 Get getter(const Reading& reading, const OurRun& run) {
+  if (reading.read == "fetched_bytes")
+    return [&](const SummaryRow& row) {
+      const auto own = run.fetched.find(row.cell);
+      return own == run.fetched.end() ? not_measured : own->second;
+    };
   if (reading.read == "part_ms") return [&](const SummaryRow& row) { return part_sum(run, row.cell, reading.parts); };
   if (reading.read == "part_share")
     return [&](const SummaryRow& row) {
@@ -367,9 +372,11 @@ results::ReportTable value_table(const Item& item, const Ours& ours, results::No
 
 }  // namespace
 
-OurRun read_run(const std::string& file, std::size_t tasks, bool parts) {
-  OurRun out{results::read_summary(file), tasks, results::read_samples(file), {}};
-  if (!parts) return out;
+OurRun read_run(const std::string& file, std::size_t tasks, Extra extra) {
+  OurRun out{results::read_summary(file), tasks, results::read_samples(file), {}, {}};
+  if (extra.ledgers)
+    for (const auto& [cell, ledger] : results::read_ledgers(file)) out.fetched[cell] = mean_fetched(ledger);
+  if (!extra.parts) return out;
   for (const SummaryRow& row : out.summary.rows) {
     const std::string part = results::part_path(file, row.cell);
     out.parts[row.cell] = mean_parts(results::read_cell(std::filesystem::exists(part) ? part : file, row.cell));
@@ -389,6 +396,15 @@ std::map<std::string, double> mean_parts(const results::CellResult& cell) {
   }
   for (auto& [part, ms] : sums) ms /= steps;
   return sums;
+}
+
+double mean_fetched(const std::vector<results::LedgerRow>& ledger) {
+  std::map<std::int64_t, double> steps;
+  for (const results::LedgerRow& row : ledger)
+    if (row.tier == "device" && row.moved > 0) steps[row.engine_step] += static_cast<double>(row.moved);
+  double sum = 0;
+  for (const auto& [step, bytes] : steps) sum += bytes;
+  return steps.empty() ? not_measured : sum / static_cast<double>(steps.size());
 }
 
 OurValue our_value(const Reading& r, const Ours& ours) {
@@ -418,10 +434,14 @@ OurValue our_value(const Reading& r, const Ours& ours) {
   return out;
 }
 
-bool reads_parts(const Item& item) {
-  return std::ranges::any_of(item.rows, [](const PublishedRow& row) {
-    return std::ranges::any_of(row.values, [](const Published& p) { return !p.reading.parts.empty(); });
-  });
+Extra extra_of(const Item& item) {
+  Extra out;
+  for (const PublishedRow& row : item.rows)
+    for (const Published& p : row.values) {
+      out.parts |= !p.reading.parts.empty();
+      out.ledgers |= p.reading.read == "fetched_bytes";
+    }
+  return out;
 }
 
 namespace {

@@ -19,6 +19,7 @@ struct OurRun {
   std::size_t tasks = 1;                                           // of the experiment, also those that have not run
   std::map<std::string, std::vector<results::SampleRow>> samples;  // by the cell's id
   std::map<std::string, std::map<std::string, double>> parts;      // ms of a decode step, by the cell's id and the part
+  std::map<std::string, double> fetched;  // bytes, as mean_fetched() has them, by the cell's id
 };
 struct Ours {
   std::map<std::string, OurRun> runs;
@@ -34,16 +35,22 @@ struct OurValue {
   std::string why;                                                  // there is none
 };
 
-// The cells of a result file, or of the parts of one. tasks: of its experiment. parts: read those of steps too.
-OurRun read_run(const std::string& file, std::size_t tasks, bool parts);
+// What the values of an item need beside the summary and the samples.
+struct Extra {
+  bool parts = false, ledgers = false;
+};
+Extra extra_of(const Item& item);
+
+// The cells of a result file, or of the parts of one. tasks: of its experiment.
+OurRun read_run(const std::string& file, std::size_t tasks, Extra extra);
 
 // The mean over a cell's decode steps on a GPU. Empty where it has no such parts.
 std::map<std::string, double> mean_parts(const results::CellResult& cell);
 
-OurValue our_value(const Reading& reading, const Ours& ours);
+// Bytes that a step brings to the device from the host, mean over the steps that bring any. NaN where none does.
+double mean_fetched(const std::vector<results::LedgerRow>& ledger);
 
-// Whether the item has values of a step's parts, for which `read_run` has to read them.
-bool reads_parts(const Item& item);
+OurValue our_value(const Reading& reading, const Ours& ours);
 
 // The item's settings beside what ran here, then each published value beside ours.
 results::ReportPage beside(const std::string& paper, const Item& item, const Ours& ours);

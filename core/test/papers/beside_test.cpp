@@ -199,9 +199,11 @@ TEST_CASE("of one run alone, values of other runs, of profiles and of rows that 
   row("own", "one", "score"), row("any", "", "score"), row("other", "two", "score"), row("heads", "", "array_mean");
   row("absent", "one", "score").missing = "no code";
   row("parts", "two", "part_ms");
-  CHECK_FALSE(reads_parts(item));
+  CHECK_FALSE(extra_of(item).parts);
   item.rows.back().values[0].reading.parts = {"gemm"};
-  CHECK(reads_parts(item));
+  CHECK((extra_of(item).parts && !extra_of(item).ledgers));
+  item.rows.back().values[0].reading.read = "fetched_bytes";
+  CHECK(extra_of(item).ledgers);
   const OurRun run = one_run({cell("mine", "t1", 0.4, 4)}).runs["table1"];
   const auto names = [&](const std::string& stem) {
     const results::ReportPage page = beside_run({&paper, &item}, stem, run);
@@ -222,6 +224,29 @@ TEST_CASE("of one run alone, values of other runs, of profiles and of rows that 
   CHECK(items_of(papers, "").empty());
   CHECK(choose(papers, "known/table1", "test").item->title == "Scores");
   CHECK_THROWS_WITH(choose(papers, "known/tabel1", "test"), Catch::Contains("did you mean 'known/table1'"));
+}
+
+TEST_CASE("fetched bytes are the mean over the steps that bring any to the device") {
+  const auto row = [](std::int64_t step, const std::string& tier, const std::string& tag, std::int64_t moved) {
+    results::LedgerRow out;
+    out.engine_step = step, out.tier = tier, out.tag = tag, out.moved = moved;
+    return out;
+  };
+  // Steps 1 and 3 bring 30 + 30 and 10 + 10 bytes of keys and values. Step 0 takes all to the host, and step 2 nothing.
+  const std::vector<results::LedgerRow> ledger{row(0, "host", "keys", 500),  row(0, "host", "values", 500),
+                                               row(1, "device", "keys", 30), row(1, "device", "values", 30),
+                                               row(2, "device", "keys", 0),  row(2, "device", "values", 0),
+                                               row(3, "device", "keys", 10), row(3, "device", "values", 10)};
+  CHECK(mean_fetched(ledger) == 40);
+  CHECK(std::isnan(mean_fetched({ledger[0], ledger[1], ledger[4]})));
+
+  Ours ours = one_run({cell("mine", "t1", NAN, 1)});
+  OurRun& run = ours.runs["table1"];
+  Reading r = reading("mine");
+  r.read = "fetched_bytes";
+  CHECK(our_value(r, ours).why == "not measured");
+  run.fetched[run.summary.rows[0].cell] = mean_fetched(ledger);
+  CHECK(our_value(r, ours).value == 40);
 }
 
 TEST_CASE("parts of a step are means over decode steps") {

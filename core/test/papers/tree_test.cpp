@@ -82,6 +82,7 @@ OurRun run_of(const Experiment& e, const PluginCatalog& catalog) {
     if (!e.workloads.empty() && e.metrics.count(Metric::latency))
       sample.arrival_ms = sample.queue_ms = 0, sample.ttft_ms = 0.5, sample.end_ms = 1;
     out.samples[out.summary.rows.back().cell] = {sample};
+    if (e.metrics.count(Metric::memory)) out.fetched[out.summary.rows.back().cell] = 1;
     if (e.metrics.count(Metric::parts))
       for (const Part part : all_parts) out.parts[out.summary.rows.back().cell][name_of(part)] = 1;
   }
