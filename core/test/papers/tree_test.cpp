@@ -1,5 +1,6 @@
 // The published values of this tree name cells that its experiments have, and its experiments can run.
 #include <fmt/format.h>
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <filesystem>
 #include <fstream>
@@ -7,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <regex>
 #include <set>
+#include <sstream>
 #include <tuple>
 
 #include "base/part_timer.hpp"
@@ -335,32 +337,203 @@ bool in_range(const std::string& item, const std::string& first, const std::stri
          (number < high || (number == high && (high_letter.empty() || letter <= high_letter)));
 }
 
+// A row of a table of analysis/REPRODUCTION.md whose first column has items.
+struct Judged {
+  std::string line;
+  std::vector<std::string> header, cells;
+  const std::string* cell(const std::string& column) const {
+    const auto at = std::find(header.begin(), header.end(), column);
+    return at == header.end() ? nullptr : &cells[static_cast<std::size_t>(at - header.begin())];
+  }
+};
+
+std::vector<std::string> cells_of(const std::string& line) {
+  std::vector<std::string> out;
+  for (std::size_t begin = 1, end; (end = line.find('|', begin)) != line.npos; begin = end + 1) {
+    const std::size_t first = line.find_first_not_of(' ', begin), last = line.find_last_not_of(' ', end - 1);
+    out.push_back(first < end ? line.substr(first, last + 1 - first) : "");
+  }
+  return out;
+}
+
+std::vector<Judged> judged(std::istream& in) {
+  std::vector<Judged> out;
+  std::vector<std::string> header;
+  for (std::string line; std::getline(in, line);) {
+    if (!line.starts_with("|")) header.clear();
+    if (!line.starts_with("| ")) continue;
+    if (header.empty())
+      header = cells_of(line);
+    else if (header[0].starts_with("item"))
+      out.push_back({line, header, cells_of(line)});
+  }
+  return out;
+}
+
+// The items that a first cell names, with their paper: "flexicache/table1 to table3, figure2; leankv/figure5".
+std::vector<Chosen> named_items(const std::vector<Paper>& papers, const std::string& cell, std::string& faults) {
+  static const std::regex name("(?:([a-z]+)/)?((?:table|figure)\\d+[a-z]?)(?: to ((?:table|figure)\\d+[a-z]?))?");
+  std::vector<Chosen> out;
+  const Paper* paper = nullptr;
+  for (std::sregex_iterator at(cell.begin(), cell.end(), name), end; at != end; ++at) {
+    if ((*at)[1].matched) {
+      const auto found = std::ranges::find(papers, (*at)[1].str(), &Paper::name);
+      paper = found == papers.end() ? nullptr : &*found;
+    }
+    const std::string begin = (*at)[2], last = (*at)[3].matched ? (*at)[3].str() : begin;
+    const std::size_t before = out.size();
+    if (paper)
+      for (const Item& item : paper->items)
+        if (in_range(item.name, begin, last)) out.push_back({paper, &item});
+    if (out.size() == before) faults += "no item " + (*at)[0].str() + "\n";
+  }
+  return out;
+}
+
+// `*` stands for any text.
+bool fits_pattern(const std::string& text, const std::string& pattern) {
+  const std::size_t star = pattern.find('*');
+  if (star == pattern.npos) return text == pattern;
+  const std::string head = pattern.substr(0, star), tail = pattern.substr(star + 1);
+  return text.size() >= head.size() + tail.size() && text.starts_with(head) && text.ends_with(tail);
+}
+
+std::vector<std::string> in_backticks(const std::string& cell) {
+  static const std::regex code("`([^`]+)`");
+  std::vector<std::string> out;
+  for (std::sregex_iterator at(cell.begin(), cell.end(), code), end; at != end; ++at) out.push_back((*at)[1]);
+  return out;
+}
+
+// What is wrong with the verdicts: one in each row, in a cell of its own, with a reason in the last one. Each item has
+// a row, and each published row a name in one. `all` in the column `rows` names those that no row of ours runs, but not
+// the ones that are `missing`, whose reasons differ.
+std::string verdict_faults(const std::vector<Paper>& papers, std::istream& in) {
+  static const std::set<std::string> verdicts{"reproduced",      "direction only", "not reproduced",    "uninformative",
+                                              "cannot run here", "not run yet",    "nothing to measure"};
+  std::string faults;
+  std::map<std::string, std::set<std::string>> left;  // by item: published rows, and "" for the item itself
+  for (const Paper& paper : papers)
+    for (const Item& item : paper.items) {
+      std::set<std::string>& rows = left[paper.name + "/" + item.name];
+      rows.insert("");
+      for (const PublishedRow& row : item.rows) rows.insert(row.name);
+    }
+  for (const Judged& row : judged(in)) {
+    const auto wrong = [&](const std::string& why) { faults += why + ": " + row.line + "\n"; };
+    const std::string* verdict = row.cells.size() == row.header.size() ? row.cell("verdict") : nullptr;
+    if (!verdict || verdict == &row.cells.back()) {
+      wrong("no column for verdict and reason");
+      continue;
+    }
+    if (!verdicts.count(*verdict)) wrong("no verdict alone in its cell");
+    if (row.cells.back().size() < 5) wrong("no reason");
+    const std::string* named = row.cell("rows");
+    std::vector<std::string> names;
+    for (std::size_t c = 1; c + 1 < row.cells.size(); ++c) {
+      const auto more = in_backticks(row.cells[c]);
+      names.insert(names.end(), more.begin(), more.end());
+    }
+    std::string unknown;
+    std::set<std::string> idle(names.begin(), names.end());
+    for (const Chosen& chosen : named_items(papers, row.cells[0], unknown)) {
+      std::set<std::string>& rows = left.at(chosen.name());
+      rows.erase("");
+      for (const PublishedRow& published : chosen.item->rows)
+        for (const std::string& name : names)
+          if (fits_pattern(published.name, name)) rows.erase(published.name), idle.erase(name);
+      if (!named || *named != "all") continue;
+      if (*verdict != "cannot run here" && *verdict != "not run yet" && *verdict != "nothing to measure")
+        wrong("`all` with a verdict of what ran");
+      for (const PublishedRow& published : chosen.item->rows)
+        if (published.missing.empty()) rows.erase(published.name);
+    }
+    if (!unknown.empty()) wrong(unknown);
+    if (named && !idle.empty()) wrong("no published row " + *idle.begin());
+  }
+  for (const auto& [item, rows] : left)
+    for (const std::string& row : rows) faults += item + (row.empty() ? "" : ", row " + row) + " has no verdict\n";
+  return faults;
+}
+
 }  // namespace
 
-TEST_CASE("every table and figure of the papers has a row with a verdict in analysis/REPRODUCTION.md") {
-  const std::vector<Paper> papers = read_papers(test::source_root() / "analysis/papers");
-  std::map<std::string, std::set<std::string>> left;
-  for (const Paper& paper : papers)
-    for (const Item& item : paper.items) left[paper.name].insert(item.name);
+TEST_CASE("every table, figure and published row has a verdict with a reason in analysis/REPRODUCTION.md") {
   std::ifstream in(test::source_root() / "analysis/REPRODUCTION.md");
-  const std::regex name("(?:([a-z]+)/)?((?:table|figure)\\d+[a-z]?)(?: to ((?:table|figure)\\d+[a-z]?))?"),
-      verdict("reproduced|direction only|uninformative|cannot run here|not run yet|nothing to measure");
-  for (std::string line; std::getline(in, line);) {
-    if (!line.starts_with("| ")) continue;
-    const std::string first = line.substr(2, line.find(" |", 2) - 2);
-    std::string paper;
-    for (std::sregex_iterator at(first.begin(), first.end(), name), end; at != end; ++at) {
-      if ((*at)[1].matched) paper = (*at)[1];
-      if (paper.empty()) continue;
-      CAPTURE(line);
-      CHECK(std::regex_search(line, verdict));
-      const std::string begin = (*at)[2], last = (*at)[3].matched ? (*at)[3].str() : begin;
-      REQUIRE(left.count(paper) == 1);
-      std::erase_if(left.at(paper), [&](const std::string& item) { return in_range(item, begin, last); });
-    }
+  const std::string faults = verdict_faults(read_papers(test::source_root() / "analysis/papers"), in);
+  if (!faults.empty()) FAIL(faults);
+}
+
+TEST_CASE("a verdict without a reason, and a published row without a verdict, are found") {
+  Paper paper;
+  paper.name = "known";
+  for (const char* name : {"table1", "table2a"}) {
+    paper.items.emplace_back().name = name;
+    paper.items.back().rows = {{"Full", "", {}}, {"Ours, 8 bits", "", {}}, {"Other", "no code", {}}};
   }
-  for (const auto& [paper, items] : left) {
-    CAPTURE(paper, items);
-    CHECK(items.empty());
+  const auto faults = [&](const std::string& rows) {
+    std::istringstream in("| verdict | meaning |\n|---|---|\n| any | of the legend |\n\n" + rows);
+    return verdict_faults({paper}, in);
+  };
+  const std::string header = "| items | rows | verdict | why |\n|---|---|---|---|\n",
+                    other = "| known/table1 to table2 | `Oth*` | cannot run here | no code |\n",
+                    all = "| known/table1, table2a | all | not run yet | it takes long |\n";
+  CHECK(faults(header + all + other).empty());
+  CHECK(faults(header + all) == "known/table1, row Other has no verdict\nknown/table2a, row Other has no verdict\n");
+  CHECK(faults(header + other).starts_with("known/table1, row Full has no verdict\n"));
+  CHECK(faults("").starts_with("known/table1 has no verdict\n"));
+  const auto says = [&](const std::string& row, const char* what) {
+    const std::string out = faults(header + all + other + row);
+    CAPTURE(out);
+    CHECK(out.starts_with(what));
+  };
+  says("| known/table1 | `Full` | reproduced, nearly | as there |\n", "no verdict alone in its cell");
+  says("| known/table1 | `Full` | reproduced: as there | as there |\n", "no verdict alone in its cell");
+  says("| known/table1 | `Full` | reproduced | - |\n", "no reason");
+  says("| known/table1 | `Full` | reproduced |\n", "no column for verdict and reason");
+  says("| known/table1 | `Fool` | reproduced | as there |\n", "no published row Fool");
+  says("| known/table1 | all | reproduced | as there |\n", "`all` with a verdict of what ran");
+  says("| known/table3 | `Full` | reproduced | as there |\n", "no item known/table3");
+  const std::string own =
+      "| item | what | verdict | why |\n|---|---|---|---|\n| known/table1 | `Full`: steps; `Ours, 8 bits` | "
+      "reproduced | as there |\n\n";
+  CHECK(faults(own + header + "| known/table2a | all | not run yet | it takes long |\n" + other).empty());
+}
+
+// Scores say what a choice is worth only beside a blind one, one by age, and the best that there is.
+TEST_CASE("every experiment of scores has controls: random, recency and an oracle") {
+  namespace fs = std::filesystem;
+  const fs::path root = test::source_root() / "experiments";
+  Registry registry({test::plugin_folder()});
+  const RegistryCatalog catalog(registry);
+  const std::map<fs::path, std::string> exceptions{
+      {"quality/host_codes.yaml", "one method's choice, whose pages have other codes"},
+      {"quality/noise.yaml", "the full cache against itself"}};
+  std::set<fs::path> used;
+  std::string faults;
+  int asked = 0;
+  for (const auto& entry : fs::recursive_directory_iterator(root)) {
+    const fs::path file = fs::relative(entry.path(), root);
+    static const std::set<fs::path> folders{"flexicache", "freekv",    "heterocache", "leankv",
+                                            "compare",    "ablations", "quality",     "datasets.yaml"};
+    if (entry.path().extension() != ".yaml" || !folders.count(*file.begin())) continue;
+    const Experiment e = load_experiment(entry.path().string(), {}, catalog);
+    if (!e.profilers.empty() || !e.metrics.count(Metric::score)) continue;
+    ++asked;
+    std::set<std::string> plugins;
+    for (const PolicySpec& policy : e.policies)
+      for_each_use(policy, [&](const PluginUse& use) { plugins.insert(use.name); });
+    std::string lacks;
+    if (!plugins.count("random")) lacks += " random";
+    if (!plugins.count("window") && !plugins.count("streaming_llm")) lacks += " recency";
+    if (!plugins.count("oracle") && !plugins.count("oracle_evict")) lacks += " oracle";
+    if (lacks.empty()) continue;
+    if (exceptions.count(file))
+      used.insert(file);
+    else
+      faults += file.string() + " lacks" + lacks + "\n";
   }
+  if (!faults.empty()) FAIL(faults);
+  CHECK(used.size() == exceptions.size());
+  CHECK(asked > 40);
 }
