@@ -75,6 +75,10 @@ const std::vector<Population> common = {
 // Hardly any pair differs: the interval may be too wide, but not too narrow.
 const std::vector<Population> rare = {{1, 0.05, 0, true}, {1, 0.02, 0.02, true}, {4, 0.03, 0, true}};
 
+// Right answers of 0.8 against 0.6, each for itself (0.2 * 0.6 lost, 0.8 * 0.4 won); losses of 5 %; scores between 0
+// and 1.
+const std::vector<Population> few = {{1, 0.12, 0.32, true}, {1, 0.05, 0, true}, {1, 0.4, 0.2, false}};
+
 // Two standard errors of the share of `trials`. Seeds are fixed: a test passes always, or never.
 double slack(int trials) { return 2 * std::sqrt(0.95 * 0.05 / trials); }
 
@@ -87,8 +91,8 @@ void check_common(int contexts, int trials, const std::vector<Population>& popul
   }
 }
 
-void check_rare(int contexts, int trials) {
-  for (const Population& p : rare) {
+void check_rare(int contexts, int trials, const std::vector<Population>& populations = rare) {
+  for (const Population& p : populations) {
     CAPTURE(contexts, p.questions, p.lost, p.won);
     CHECK(coverage(p, contexts, trials) > 0.93 - slack(trials));
   }
@@ -230,4 +234,8 @@ TEST_CASE("intervals of rare differences cover the truth in 93 of 100 cases, or 
 
 TEST_CASE("intervals of paired differences, in many trials", "[.long]") {
   for (const int contexts : {30, 100}) check_common(contexts, 3000), check_rare(contexts, 3000);
+}
+
+TEST_CASE("intervals of paired differences of few contexts, in many trials", "[.long]") {
+  for (const int contexts : {10, 20, 50}) check_rare(contexts, 3000, few);
 }
