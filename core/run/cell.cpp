@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <kvlab/error.hpp>
 #include <limits>
 #include <new>
@@ -55,12 +56,16 @@ void check_host_memory(const CellInput& in) {
   if (takes_host_tier(store) && (o.device == Device::cpu || cuda_backend())) check_host_tier(store);
 }
 
-// A policy may refuse a prompt where it says what its sequence will hold.
+// A policy may refuse a prompt where it says what its sequence will hold. The longest one needs most.
 void check_prompts(const CellInput& in, const Policy& attached) {
   if (!in.policy().policy) return;
-  for (const Item& item : in.items->items) {
-    const auto prompt = static_cast<int>(item.prompt.size());
-    if (prompt > 0) static_cast<void>(attached.demand(prompt, item.most_tokens() - prompt));
+  std::vector<const Item*> items;
+  for (const Item& item : in.items->items)
+    if (!item.prompt.empty()) items.push_back(&item);
+  std::ranges::stable_sort(items, std::greater<>(), [](const Item* item) { return item->prompt.size(); });
+  for (const Item* item : items) {
+    const auto prompt = static_cast<int>(item->prompt.size());
+    static_cast<void>(attached.demand(prompt, item->most_tokens() - prompt));
   }
 }
 

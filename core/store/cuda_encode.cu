@@ -71,31 +71,36 @@ __device__ void encode_groups_of(const Number& number, std::byte* to, const Page
   }
 }
 
-// A side of a page of bf16 with rows of up to 128 elements, which a warp holds: each lane has four neighbours of every
-// token.
+// Rows of bf16 up to 128 elements, of which each lane holds four neighbours of its warp's few tokens.
 constexpr int most_held_dim = 128, held_elements = 4;
+using HeldRanges = float2[warps][most_held_dim];  // [warp, channel]: the least and the most; later scale and zero
 __host__ __device__ bool are_held(const PageLayout& lf, const PageLayout& lt, bool key) {
   const CodecSide side = ops::side_of(lt, key);
-  const int p = lf.page_size, dim = lf.head_dim, group = ops::group_of(side, p, dim);
+  const int p = lf.page_size, own = p / warps, dim = lf.head_dim, group = ops::group_of(side, p, dim);
   if (!side.grouped() || side.kind != CodeKind::integer || ops::side_of(lf, key).bits || lf.dtype != DType::bf16 ||
-      dim > most_held_dim || (p != 16 && p != 32) || (group & (group - 1)) != 0)
+      dim > most_held_dim || p % warps || (own != 2 && own != 4))
     return false;
-  return side.axis == CodeAxis::channel || group % held_elements == 0;
+  return side.axis == CodeAxis::channel ? group % own == 0 : group % held_elements == 0 && (group & (group - 1)) == 0;
 }
 
-template <int Tokens>  // of a page
-class HeldSide {
+template <int Own>  // tokens of a warp
+class HeldRows {
  public:
-  __device__ HeldSide(const std::byte* from, const PageLayout& lf, bool key, int lane)
-      : key_(key), d_(lane * held_elements), there_(d_ < lf.head_dim) {
+  __device__ HeldRows(const std::byte* from, const PageLayout& lf, bool key)
+      : key_(key),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        warp_(static_cast<int>(threadIdx.x) / 32),
+        first_(warp_ * Own),
+        d_(lane_ * held_elements),
+        there_(d_ < lf.head_dim) {
 #pragma unroll
-    for (int t = 0; t < Tokens; ++t)
-      held_[t] = there_ ? *reinterpret_cast<const uint2*>(from + ops::row_offset(lf, key, t) + d_ * 2) : uint2{};
+    for (int t = 0; t < Own; ++t)
+      if (there_) held_[t] = *reinterpret_cast<const uint2*>(from + ops::row_offset(lf, key, first_ + t) + d_ * 2);
   }
-  // The warp stores the side as ops::copy_page does.
-  __device__ void store(std::byte* to, const PageLayout& lt) const {
+  // The block stores the side as ops::copy_page does. Tokens of a group of channels are of several warps.
+  __device__ void store(std::byte* to, const PageLayout& lt, HeldRanges& ranges) const {
     if (ops::side_of(lt, key_).axis == CodeAxis::channel)
-      store_channels(to, lt);
+      store_channels(to, lt, ranges);
     else
       store_tokens(to, lt);
   }
@@ -111,7 +116,7 @@ class HeldSide {
     unsigned codes = 0;
 #pragma unroll
     for (int e = 0; e < held_elements; ++e) codes |= of(e).integer(number(t, e), side.bits) << e * side.bits;
-    std::byte* at = to + ops::row_offset(lt, key_, t) + d_ * side.bits / 8;
+    std::byte* at = to + ops::row_offset(lt, key_, first_ + t) + d_ * side.bits / 8;
     if (side.bits == 8)
       *reinterpret_cast<unsigned*>(at) = codes;
     else if (side.bits == 4)
@@ -119,37 +124,43 @@ class HeldSide {
     else
       *at = static_cast<std::byte>(codes);
   }
-  __device__ void store_channels(std::byte* to, const PageLayout& lt) const {
-    if (!there_) return;
+  __device__ void store_channels(std::byte* to, const PageLayout& lt, HeldRanges& ranges) const {
     const CodecSide side = ops::side_of(lt, key_);
-    const int group = ops::group_of(side, Tokens, lt.head_dim), shift = __ffs(group) - 1;
-#pragma unroll 1
-    for (int of_page = 0; of_page < Tokens >> shift; ++of_page) {
-      float lo[held_elements], hi[held_elements];
+    const int p = lt.page_size, dim = lt.head_dim, group = ops::group_of(side, p, dim), sharers = group / Own;
+    if (there_)
 #pragma unroll
-      for (int e = 0; e < held_elements; ++e) lo[e] = INFINITY, hi[e] = -INFINITY;
+      for (int e = 0; e < held_elements; ++e) {
+        float2 range = make_float2(INFINITY, -INFINITY);
 #pragma unroll
-      for (int t = 0; t < Tokens; ++t)
-        if (t >> shift == of_page)
-#pragma unroll
-          for (int e = 0; e < held_elements; ++e)
-            lo[e] = fminf(lo[e], number(t, e)), hi[e] = fmaxf(hi[e], number(t, e));
-      const auto of_channel = [&](int e) {
-        return ops::SharedScale(ops::put_scale(ops::code_scale(side, lo[e], hi[e]),
-                                               to + ops::meta_offset(lt, key_, of_page << shift, d_ + e), true));
-      };
-      static_assert(held_elements == 4);
-      const ops::SharedScale of[] = {of_channel(0), of_channel(1), of_channel(2), of_channel(3)};
-#pragma unroll
-      for (int t = 0; t < Tokens; ++t)
-        if (t >> shift == of_page) put(to, lt, t, [&](int e) { return of[e]; });
+        for (int t = 0; t < Own; ++t) range.x = fminf(range.x, number(t, e)), range.y = fmaxf(range.y, number(t, e));
+        ranges[warp_][d_ + e] = range;
+      }
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < p / group * dim; i += threads) {
+      const int begin = i / dim * sharers, d = i % dim;
+      float2 all = ranges[begin][d];
+      for (int w = begin + 1; w < begin + sharers; ++w)
+        all.x = fminf(all.x, ranges[w][d].x), all.y = fmaxf(all.y, ranges[w][d].y);
+      const ops::CodeScale of =
+          ops::put_scale(ops::code_scale(side, all.x, all.y), to + ops::meta_offset(lt, key_, begin * Own, d), true);
+      ranges[begin][d] = make_float2(of.scale, of.zero);
     }
+    __syncthreads();
+    if (!there_) return;
+    const auto of_channel = [&](int e) {
+      const float2 of = ranges[warp_ / sharers * sharers][d_ + e];
+      return ops::SharedScale({of.x, of.y});
+    };
+    static_assert(held_elements == 4);
+    const ops::SharedScale of[] = {of_channel(0), of_channel(1), of_channel(2), of_channel(3)};
+#pragma unroll
+    for (int t = 0; t < Own; ++t) put(to, lt, t, [&](int e) { return of[e]; });
   }
   __device__ void store_tokens(std::byte* to, const PageLayout& lt) const {
     const CodecSide side = ops::side_of(lt, key_);
-    const int group = ops::group_of(side, Tokens, lt.head_dim);
+    const int group = ops::group_of(side, lt.page_size, lt.head_dim);
 #pragma unroll
-    for (int t = 0; t < Tokens; ++t) {
+    for (int t = 0; t < Own; ++t) {
       float lo = INFINITY, hi = -INFINITY;
 #pragma unroll
       for (int e = 0; e < held_elements; ++e)
@@ -159,26 +170,26 @@ class HeldSide {
         if (m * held_elements < group)
           lo = fminf(lo, __shfl_xor_sync(~0u, lo, m)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, m));
       if (!there_) continue;
-      const ops::SharedScale of(
-          ops::put_scale(ops::code_scale(side, lo, hi), to + ops::meta_offset(lt, key_, t, d_), d_ % group == 0));
+      const ops::SharedScale of(ops::put_scale(ops::code_scale(side, lo, hi),
+                                               to + ops::meta_offset(lt, key_, first_ + t, d_), d_ % group == 0));
       put(to, lt, t, [&](int) { return of; });
     }
   }
 
   bool key_;
-  int d_;
+  int lane_, warp_, first_, d_;
   bool there_;  // the rows have the lane's elements
-  uint2 held_[Tokens];
+  uint2 held_[Own];
 };
 
 // Called once, because compilers take long for it.
 __device__ __noinline__ void encode_groups(const std::byte* from, const PageLayout& lf, std::byte* to,
                                            const PageLayout& lt, bool key) {
+  __shared__ HeldRanges ranges;
   if (are_held(lf, lt, key)) {
-    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    if (warp != (key ? 0 : 1)) return;
-    if (lf.page_size == 16) return HeldSide<16>(from, lf, key, lane).store(to, lt);
-    return HeldSide<32>(from, lf, key, lane).store(to, lt);
+    __syncthreads();  // the other side's ranges are read
+    if (lf.page_size / warps == 2) return HeldRows<2>(from, lf, key).store(to, lt, ranges);
+    return HeldRows<4>(from, lf, key).store(to, lt, ranges);
   }
   const int dim = lf.head_dim;
   const std::byte* rows = from + ops::row_offset(lf, key, 0);
@@ -240,18 +251,20 @@ __global__ void __launch_bounds__(plan_threads)
   a.runs[blockIdx.x] = run;
 }
 
-// How a run's pages change. lowers: only_lowers. groups: are_held holds for both sides, of pages of Tokens tokens.
+// How a run's pages change. lowers: only_lowers. groups: are_held holds for both sides, and a warp has Own tokens.
 enum class How { lowers, groups, any };
 
 // Blocks [share of a run, head].
-template <How how, int Tokens = 1>
-__global__ void __launch_bounds__(threads, how == How::lowers ? 4 : 2)
+template <How how, int Own = 1>
+__global__ void __launch_bounds__(threads, how == How::lowers   ? 4
+                                           : how == How::groups ? 3
+                                                                : 2)
     encode_run_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreEncode a) {
   const int of = static_cast<int>(blockIdx.y), row = of / s.kv_heads, head = of % s.kv_heads;
   const Head h = head_of(s, a.slots[row], head);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const PageLayout &from = a.codec > 0 ? s.layout : s.lower_layout, &to = a.codec > 0 ? s.lower_layout : s.layout;
-  constexpr bool by_warps = how != How::any;  // a warp takes a page, else a block
+  constexpr bool by_warps = how == How::lowers;  // a warp takes a page, else a block
   const int begin = static_cast<int>(blockIdx.x) * (by_warps ? warps : 1) + (by_warps ? warp : 0),
             each = static_cast<int>(gridDim.x) * (by_warps ? warps : 1);
   let_successor_start();
@@ -271,16 +284,18 @@ __global__ void __launch_bounds__(threads, how == How::lowers ? 4 : 2)
     const std::byte* old_frame = frame_at(s, 0, before.frame);
     std::byte* new_frame = frame_at(s, 0, fresh);
     if constexpr (by_warps) {
-      if constexpr (how == How::groups) copy_fields(old_frame, from, new_frame, to, lane, 32);
 #pragma unroll 1
-      for (int side = 0; side < 2; ++side)
-        if constexpr (how == How::lowers)
-          lower_side(old_frame, from, new_frame, to, side == 0, lane);
-        else
-          HeldSide<Tokens>(old_frame, from, side == 0, lane).store(new_frame, to);
+      for (int side = 0; side < 2; ++side) lower_side(old_frame, from, new_frame, to, side == 0, lane);
       __syncwarp();
     } else {
-      encode_page(s, a.codec, before.frame, fresh);
+      if constexpr (how == How::groups) {
+        __shared__ HeldRanges ranges[2];
+        const HeldRows<Own> keys(old_frame, from, true), values(old_frame, from, false);
+        copy_fields(old_frame, from, new_frame, to, static_cast<int>(threadIdx.x), threads);
+        keys.store(new_frame, to, ranges[0]), values.store(new_frame, to, ranges[1]);
+      } else {
+        encode_page(s, a.codec, before.frame, fresh);
+      }
       __syncthreads();
       if (warp > 0) continue;
     }
@@ -351,14 +366,14 @@ void encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream to) {
   if (e.runs) {
     const PageLayout &from = e.codec > 0 ? s.layout : s.lower_layout, &as = e.codec > 0 ? s.lower_layout : s.layout;
     const bool lowers = only_lowers(from, as), groups = are_held(from, as, true) && are_held(from, as, false);
-    const bool by_warps = lowers || groups;
-    // Blocks that are there at once share a run.
-    const std::int64_t pages = e.index.extent[2], shares = by_warps ? (pages + warps - 1) / warps : pages,
-                       at_once = by_warps ? std::int64_t{lowers ? 4 : 2} * multiprocessors() / heads : 1024;
-    const auto kernel = lowers                     ? encode_run_kernel<How::lowers>
-                        : !groups                  ? encode_run_kernel<How::any>
-                        : s.layout.page_size == 16 ? encode_run_kernel<How::groups, 16>
-                                                   : encode_run_kernel<How::groups, 32>;
+    // Blocks that are there at once share a run whose pages change by warps.
+    const std::int64_t pages = e.index.extent[2], shares = lowers ? (pages + warps - 1) / warps : pages,
+                       at_once = lowers ? std::int64_t{4} * multiprocessors() / heads : 1024;
+    const int own = s.layout.page_size / warps;
+    const auto kernel = lowers     ? encode_run_kernel<How::lowers>
+                        : !groups  ? encode_run_kernel<How::any>
+                        : own == 2 ? encode_run_kernel<How::groups, 2>
+                                   : encode_run_kernel<How::groups, 4>;
     launch("encode", kernel,
            dim3(static_cast<unsigned>(std::clamp<std::int64_t>(shares, 1, std::max<std::int64_t>(1, at_once))), heads),
            threads, 0, stream, true, s, e);

@@ -39,9 +39,11 @@ class OmniKv final : public kvlab::Policy, public kvlab::PreparesSteps {
       : filters_(kvlab::layer_list(p, "filter_layers")),
         wait_(p.get<int>("wait_layers")),
         by_(p.get<ScoreBy>("score_by")),
-        window_(by_ == ScoreBy::uniform || by_ == ScoreBy::exp ? p.get<int>("queries") : 0),
+        window_(p.get<int>("queries")),
         shares_(p.get<bool>("shared_choice")),
-        offloads_(p.get<bool>("offload")) {}
+        offloads_(p.get<bool>("offload")) {
+    if (by_ != ScoreBy::uniform && by_ != ScoreBy::exp) window_ = 0;
+  }
 
   kvlab::Needs needs() const override {
     return kvlab::Needs{}.host_pages(offloads_).window_queries(window_).scratch_numbers(8).capturable(
