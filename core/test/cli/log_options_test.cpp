@@ -111,19 +111,26 @@ TEST_CASE("a cell's warnings are said, kept in the result file and reported, aga
   CHECK_THAT(folder.kvlab({"report", folder.result}).out, Contains(line));
 }
 
-TEST_CASE("a method that never acts under a budget that binds fails its cell", "[log]") {
-  const Folder folder;
-  test::write_file(folder.experiment,
-                   "model: {path: " + test::golden("tiny/llama-gqa3").string() +
-                       ", dtype: f32}\ntasks: [text: {prefix: 150, forced: 4, samples: 1}]\n"
-                       "policies: [full, snapkv: {budget: {tokens: 40}, schedule: {prefill: false}},\n"
-                       "  snapkv: {window: 8, budget: {bytes: 40000}, schedule: {prefill: false}}]\n"
-                       "metrics: [score, memory]\npage_size: 8\nbackend: cpu\noutput: " +
-                       folder.result + "\n");
+// The rows of an experiment with one text, whose command ends with this code. policies: YAML; more: further keys.
+static std::vector<results::SummaryRow> rows_of(const Folder& folder, const std::string& policies,
+                                                const std::string& more, int code) {
+  test::write_file(folder.experiment, "model: {path: " + test::golden("tiny/llama-gqa3").string() +
+                                          ", dtype: f32}\ntasks: [text: {prefix: 150, forced: 4, samples: 1}]\n" +
+                                          "policies:" + policies +
+                                          "metrics: [score, memory]\npage_size: 8\nbackend: cpu\n" + more +
+                                          "output: " + folder.result + "\n");
   const Ended run = folder.kvlab({"run", folder.experiment});
   INFO(run.err);
-  CHECK(run.code == 1);
-  const auto rows = results::read_summary(folder.result).rows;
+  CHECK(run.code == code);
+  return results::read_summary(folder.result).rows;
+}
+
+TEST_CASE("a method that never acts under a budget that binds fails its cell", "[log]") {
+  const Folder folder;
+  const auto rows = rows_of(folder,
+                            " [full, snapkv: {budget: {tokens: 40}, schedule: {prefill: false}},\n"
+                            "  snapkv: {window: 8, budget: {bytes: 40000}, schedule: {prefill: false}}]\n",
+                            "", 1);
   REQUIRE(rows.size() == 3);
   CHECK(rows[0].status == "ok");
   CHECK(rows[1].status == "failed");
@@ -138,43 +145,36 @@ TEST_CASE("a method that never acts under a budget that binds fails its cell", "
 // Each kind of plugin twice: as it acts, and in a setting in which it has nothing to do.
 TEST_CASE("a method of any kind that does nothing fails its cell, and one that acts does not", "[log]") {
   const Folder folder;
-  test::write_file(
-      folder.experiment,
-      "model: {path: " + test::golden("tiny/llama-gqa3").string() +
-          ", dtype: f32}\ntasks: [text: {prefix: 150, forced: 4, samples: 1}]\n"
-          "policies:\n"
-          "  - {name: scorer acts, scorer: snapkv, window: 8, budget: {tokens: 40}}\n"
-          "  - {name: scorer idle, scorer: snapkv, window: 8, budget: {tokens: 40}, schedule: {prefill: false}}\n"
-          "  - {name: division acts, scorer: snapkv, window: 8, budget: {tokens: 40, split: adakv}}\n"
-          "  - {name: division idle, scorer: snapkv, window: 8, budget: {tokens: 40, split: adakv}, schedule: "
-          "{prefill: "
-          "false}}\n"
-          "  - {name: selector acts, selector: quest, budget: {tokens: 40}, dense_layers: 0}\n"
-          "  - {name: selector idle, selector: quest, budget: {tokens: 40}, dense_layers: 99}\n"
-          "  - {name: policy acts, policy: sparq, budget: {tokens: 40}}\n"
-          "  - {name: policy idle, policy: sparq, budget: {tokens: 40}, dense_layers: 99}\n"
-          "  - {name: codec acts, policy: full, codec: int8}\n"
-          "  - {name: codec idle, policy: full, codec: {int8: {keys: false, values: false}}}\n"
-          "  - {name: rows acts, policy: full, codec: {kivi2: {residual: 16}}}\n"
-          "  - {name: rows idle, policy: full, codec: {kivi2: {residual: 4096}}}\n"
-          "  - {name: coded acts, scorer: snapkv, window: 8, budget: {tokens: 40}, codec: int4}\n"
-          "  - {name: coded idle, scorer: snapkv, window: 8, budget: {tokens: 40}, codec: int4, schedule: {prefill: "
-          "false}}\n"
-          "  - {name: merging acts, policy: minicache}\n"
-          "  - {name: merging idle, policy: minicache, exact: 1, retained: count}\n"
-          "  - {name: pruning acts, policy: think, recent: 8}\n"
-          "  - {name: pruning idle, policy: think, recent: 1000}\n"
-          "  - {name: tiers acts, selector: quest, budget: {tokens: 40}, dense_layers: 0, placement: {tier: host, "
-          "resident: 48}}\n"
-          "  - {name: tiers idle, selector: quest, budget: {tokens: 40}, dense_layers: 99, placement: {tier: host, "
-          "resident: 4096}}\n"
-          "  - {name: places acts, policy: arkvale, budget: {tokens: 40}, dense_layers: 0, sinks: 8, window: 8}\n"
-          "metrics: [score, memory]\npage_size: 8\nbackend: cpu\nspill: always\noutput: " +
-          folder.result + "\n");
-  const Ended run = folder.kvlab({"run", folder.experiment});
-  INFO(run.err);
-  CHECK(run.code == 1);
-  const auto rows = results::read_summary(folder.result).rows;
+  const auto rows = rows_of(
+      folder,
+      "\n"
+      "  - {name: scorer acts, scorer: snapkv, window: 8, budget: {tokens: 40}}\n"
+      "  - {name: scorer idle, scorer: snapkv, window: 8, budget: {tokens: 40}, schedule: {prefill: false}}\n"
+      "  - {name: division acts, scorer: snapkv, window: 8, budget: {tokens: 40, split: adakv}}\n"
+      "  - {name: division idle, scorer: snapkv, window: 8, budget: {tokens: 40, split: adakv}, schedule: "
+      "{prefill: "
+      "false}}\n"
+      "  - {name: selector acts, selector: quest, budget: {tokens: 40}, dense_layers: 0}\n"
+      "  - {name: selector idle, selector: quest, budget: {tokens: 40}, dense_layers: 99}\n"
+      "  - {name: policy acts, policy: sparq, budget: {tokens: 40}}\n"
+      "  - {name: policy idle, policy: sparq, budget: {tokens: 40}, dense_layers: 99}\n"
+      "  - {name: codec acts, policy: full, codec: int8}\n"
+      "  - {name: codec idle, policy: full, codec: {int8: {keys: false, values: false}}}\n"
+      "  - {name: rows acts, policy: full, codec: {kivi2: {residual: 16}}}\n"
+      "  - {name: rows idle, policy: full, codec: {kivi2: {residual: 4096}}}\n"
+      "  - {name: coded acts, scorer: snapkv, window: 8, budget: {tokens: 40}, codec: int4}\n"
+      "  - {name: coded idle, scorer: snapkv, window: 8, budget: {tokens: 40}, codec: int4, schedule: {prefill: "
+      "false}}\n"
+      "  - {name: merging acts, policy: minicache}\n"
+      "  - {name: merging idle, policy: minicache, exact: 1, retained: count}\n"
+      "  - {name: pruning acts, policy: think, recent: 8}\n"
+      "  - {name: pruning idle, policy: think, recent: 1000}\n"
+      "  - {name: tiers acts, selector: quest, budget: {tokens: 40}, dense_layers: 0, placement: {tier: host, "
+      "resident: 48}}\n"
+      "  - {name: tiers idle, selector: quest, budget: {tokens: 40}, dense_layers: 99, placement: {tier: host, "
+      "resident: 4096}}\n"
+      "  - {name: places acts, policy: arkvale, budget: {tokens: 40}, dense_layers: 0, sinks: 8, window: 8}\n",
+      "spill: always\n", 1);
   CHECK(rows.size() == 21);
   for (const auto& row : rows) {
     CAPTURE(row.policy, row.error, row.fired, row.compression);
@@ -186,29 +186,22 @@ TEST_CASE("a method of any kind that does nothing fails its cell, and one that a
 
 TEST_CASE("a method without a budget that leaves nothing out says so in its cell", "[log]") {
   const Folder folder;
-  test::write_file(
-      folder.experiment,
-      "model: {path: " + test::golden("tiny/llama-gqa3").string() +
-          ", dtype: f32}\ntasks: [text: {prefix: 150, forced: 4, samples: 1}]\n"
-          "policies:\n"
-          "  - full\n"
-          "  - {name: window acts, policy: duo_attention, retrieval_heads: false, window: 20}\n"
-          "  - {name: window idle, policy: duo_attention, retrieval_heads: false, window: 256}\n"
-          "  - {name: mean acts, policy: razor_attention, retrieval_heads: false, window: 20, window_share: 0}\n"
-          "  - {name: mean idle, policy: razor_attention, retrieval_heads: false}\n"
-          "  - {name: pages acts, policy: lserve, retrieval_heads: false, sinks: 8, window: 20}\n"
-          "  - {name: pages idle, policy: lserve, retrieval_heads: false}\n"
-          "  - {name: share acts, policy: twilight, dense_layers: 0, p: 0.5}\n"
-          "  - {name: share idle, policy: twilight, dense_layers: 99}\n"
-          "  - {name: all of it idle, policy: twilight, dense_layers: 0, p: 1, tokens: 256}\n"
-          "  - {name: hashes idle, policy: magicpig, bits: 0}\n"
-          "  - {name: sketch idle, policy: subgen, window: 256}\n"
-          "metrics: [score, memory]\npage_size: 8\nbackend: cpu\noutput: " +
-          folder.result + "\n");
-  const Ended run = folder.kvlab({"run", folder.experiment});
-  INFO(run.err);
-  CHECK(run.code == 0);
-  const auto rows = results::read_summary(folder.result).rows;
+  const auto rows =
+      rows_of(folder,
+              "\n"
+              "  - full\n"
+              "  - {name: window acts, policy: duo_attention, retrieval_heads: false, window: 20}\n"
+              "  - {name: window idle, policy: duo_attention, retrieval_heads: false, window: 256}\n"
+              "  - {name: mean acts, policy: razor_attention, retrieval_heads: false, window: 20, window_share: 0}\n"
+              "  - {name: mean idle, policy: razor_attention, retrieval_heads: false}\n"
+              "  - {name: pages acts, policy: lserve, retrieval_heads: false, sinks: 8, window: 20}\n"
+              "  - {name: pages idle, policy: lserve, retrieval_heads: false}\n"
+              "  - {name: share acts, policy: twilight, dense_layers: 0, p: 0.5}\n"
+              "  - {name: share idle, policy: twilight, dense_layers: 99}\n"
+              "  - {name: all of it idle, policy: twilight, dense_layers: 0, p: 1, tokens: 256}\n"
+              "  - {name: hashes idle, policy: magicpig, bits: 0}\n"
+              "  - {name: sketch idle, policy: subgen, window: 256}\n",
+              "", 0);
   CHECK(rows.size() == 12);
   for (const auto& row : rows) {
     CAPTURE(row.policy, row.error, row.fired, row.compression, row.warnings);
