@@ -115,6 +115,14 @@ std::string text_of(const Line::Beside& b) {
                      100 * b.slowdown());
 }
 
+bool is_wanted(const std::string& only, const std::string& shape, const std::string& kernel) {
+  return (shape + ", " + kernel).find(only) != std::string::npos;
+}
+[[noreturn]] void no_case(const std::string& only) {
+  throw Error(Errc::config, "got no case with '" + only + "' in its shape or kernel, wanted a text of a case's line",
+              "kvlab bench");
+}
+
 std::string amount(double perSecond, const char* unit) { return fmt::format("{:.1f} G{}/s", perSecond / 1e9, unit); }
 
 }  // namespace
@@ -182,22 +190,26 @@ const std::vector<std::string>& op_names() {
 }
 
 bool check(const std::vector<std::string>& names, bool cuda,
-           const std::function<void(const std::string&, const std::string&, const std::string&)>& said) {
+           const std::function<void(const std::string&, const std::string&, const std::string&)>& said,
+           const std::string& only) {
   require_known(names);
   const Device device = cuda ? Device::cuda : Device::cpu;
-  bool equal = true;
+  bool equal = true, any = only.empty();
   for (const cases::Case& c : cases::all()) {
     if (!c.timed(device) || (!names.empty() && std::find(names.begin(), names.end(), c.op) == names.end())) continue;
+    if (!is_wanted(only, c.shape, c.kernel)) continue;
+    any = true;
     stop::check();
     const std::optional<std::string> differs = cases::check(c, device);
     if (!differs) continue;
     said(c.op, c.kernel.empty() ? c.shape : c.shape + ", " + c.kernel, *differs);
     equal = equal && differs->empty();
   }
+  if (!any) no_case(only);
   return equal;
 }
 
-Report run(std::vector<std::string> names, bool cuda, const ModelChoice& choice) {
+Report run(std::vector<std::string> names, bool cuda, const ModelChoice& choice, const std::string& only) {
   require_known(names);
   if (names.empty()) names = op_names();
   Report r;
@@ -206,16 +218,21 @@ Report run(std::vector<std::string> names, bool cuda, const ModelChoice& choice)
     for (const std::string& name : op_names()) {
       if (std::find(names.begin(), names.end(), name) == names.end()) continue;
       for (const cases::Case& c : cases::all())
-        if (c.op == name && c.timed(device))
+        if (c.op == name && c.timed(device) && is_wanted(only, c.shape, c.kernel))
           if (auto line = timed(c, device)) r.lines.push_back(std::move(*line));
       const auto add = [&](std::vector<Line> of_model) {
         for (Line& line : of_model) r.lines.push_back(std::move(line));
       };
       const ModelSetup setup = setup_of(choice, name, cuda);
+      if (!only.empty() && name != "copy") continue;
       if (name == "decode") add((cuda ? cuda_decode_cases : decode_cases)(setup));
       if (name == "prefill") add((cuda ? cuda_prefill_cases : prefill_cases)(setup));
-      if (name == "copy" && cuda) add(cuda_recall_cases(setup, recalls_beside_steps()));
+      if (name != "copy" || !cuda) continue;
+      std::vector<cases::Recall::Of> ways = recalls_beside_steps();
+      std::erase_if(ways, [&](const cases::Recall::Of& of) { return !is_wanted(only, shape_of(of), of.name()); });
+      if (!ways.empty()) add(cuda_recall_cases(setup, ways));
     }
+    if (r.lines.empty() && !only.empty()) no_case(only);
   };
   if (cuda) {
     ops::require_cuda_for_models("kvlab bench");

@@ -68,15 +68,18 @@ struct ModelChoice {
   int batch = 0, context = 0;
 };
 
-// Compares the timed cases of the named ops, or of all, with their references. Calls `said` with each one's op, shape
+// Compares the timed cases of the named ops, or of all, with their references. only: of a shape or kernel that holds
+// this text; decode and prefill know none. Errc::config where no case does. Calls `said` with each one's op, shape
 // and differences (empty = equal). Returns false if one differs. Large cases take seconds.
-bool check(
-    const std::vector<std::string>& names, bool cuda,
-    const std::function<void(const std::string& op, const std::string& shape, const std::string& differs)>& said);
+bool check(const std::vector<std::string>& names, bool cuda,
+           const std::function<void(const std::string& op, const std::string& shape, const std::string& differs)>& said,
+           const std::string& only = {});
 
 // Runs the named ops, or all of them when no name is given. On the GPU it runs those that have cases there, with a cold
-// L2 cache for ops. Throws Errc::config for another name, and the errors of model and engine for a choice.
-Report run(std::vector<std::string> names, bool cuda = false, const ModelChoice& choice = {});
+// L2 cache for ops. Throws Errc::config for another name, and the errors of model and engine for a choice. only: as for
+// check.
+Report run(std::vector<std::string> names, bool cuda = false, const ModelChoice& choice = {},
+           const std::string& only = {});
 
 std::string table(const Report& r);
 nlohmann::json to_json(const Report& r);

@@ -52,6 +52,7 @@ std::vector<Line> cuda_decode_cases(const ModelSetup& s);
 std::vector<Line> cuda_prefill_cases(const ModelSetup& s);
 // Ways to recall 64 MiB of pages; each runs again and again while decode steps of the first shape run.
 std::vector<cases::Recall::Of> recalls_beside_steps();
+std::string shape_of(const cases::Recall::Of& of);  // as their lines name it
 std::vector<Line> cuda_recall_cases(const ModelSetup& s, const std::vector<cases::Recall::Of>& ways);
 // Loads the model and calls `use` for i from 0 to times - 1, each time with a cache of its own. `steps` runs decode
 // steps as graphs and returns the median of their seconds. It may be called three times.

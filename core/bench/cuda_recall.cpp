@@ -87,6 +87,10 @@ int slice_of(Recall& recall) {
 
 }  // namespace
 
+std::string shape_of(const Recall::Of& of) {
+  return fmt::format("recall {} pages of {} tokens, {} B each", of.pages, of.page_size, of.page_bytes());
+}
+
 std::vector<Recall::Of> recalls_beside_steps() {
   std::vector<Recall::Of> ways;
   for (const int page_size : {16, 32})
@@ -113,8 +117,7 @@ std::vector<Line> cuda_recall_cases(const ModelSetup& s, const std::vector<Recal
     recall.require_right();
     const int slice = slice_of(recall);
     const Recall::Of& of = recall.of();
-    Line l{"copy", fmt::format("recall {} pages of {} tokens, {} B each", of.pages, of.page_size, of.page_bytes()),
-           of.name()};
+    Line l{"copy", shape_of(of), of.name()};
     l.beside.step = fmt::format("decode, {}, batch {} at {}", s.model, s.shapes[0].batch, s.shapes[0].context);
     l.beside.alone = steps();
     Recalling recalling(recall, slice);

@@ -149,6 +149,7 @@ class CommandLine {
   VerifyOptions verify_;
   ScoreOptions score_;
   bench::ModelChoice choice_;
+  std::string only_;
 };
 
 CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
@@ -470,15 +471,17 @@ void CommandLine::add_rest() {
         stop::watch();
         const bool cuda = choose_device(backend_, {}, "kvlab bench") == Device::cuda;
         if (check_)
-          return bench::check(words_, cuda,
-                              [](const std::string& op, const std::string& shape, const std::string& differs) {
-                                fmt::print("{:<18} {:<56} {}\n", op, shape,
-                                           differs.empty() ? "equals its reference" : "DIFFERS\n" + differs);
-                                std::fflush(stdout);
-                              })
+          return bench::check(
+                     words_, cuda,
+                     [](const std::string& op, const std::string& shape, const std::string& differs) {
+                       fmt::print("{:<18} {:<56} {}\n", op, shape,
+                                  differs.empty() ? "equals its reference" : "DIFFERS\n" + differs);
+                       std::fflush(stdout);
+                     },
+                     only_)
                      ? 0
                      : 1;
-        const bench::Report r = bench::run(words_, cuda, choice_);
+        const bench::Report r = bench::run(words_, cuda, choice_, only_);
         fmt::print("{}", json_ ? bench::to_json(r).dump(2) + "\n" : bench::table(r));
         return 0;
       });
@@ -491,6 +494,7 @@ void CommandLine::add_rest() {
   bench->add_option("--batch", choice_.batch, "sequences of decode steps")->check(CLI::Range(1, 4096));
   bench->add_option("--context", choice_.context, "tokens of decode's cache or of the prompt")
       ->check(CLI::Range(1, 1 << 24));
+  bench->add_option("--only", only_, "cases with this text in their shape or kernel, e.g. '8 x 32768'");
   bench->add_flag("--check", check_, "compare each case with the op's reference, do not time it (takes minutes)");
   bench->add_flag("--json", json_, "for programs");
 

@@ -45,4 +45,6 @@ TEST_CASE("bench names the ops it knows") {
   for (const char* name : {"attend", "gemv", "select", "decode", "prefill"})
     CHECK(std::count(names.begin(), names.end(), name) == 1);
   CHECK_THROWS_WITH(bench::run({"gemv", "sort"}), Catch::Contains("'sort'") && Catch::Contains("gemm"));
+  const auto said = [](const auto&...) {};
+  CHECK_THROWS_WITH(bench::check({"append"}, false, said, "no such shape"), Catch::Contains("'no such shape'"));
 }
