@@ -415,7 +415,7 @@ void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream
   if (s.packs) {
     copy_packing(s, {a.jobs, a.counts, true, 0}, packing_multiprocessors, stream);
   } else if (s.mixed) {
-    const CarryRoom room = carry_room(s.host_layout);
+    const CarryRoom room = carry_room(s.layout, s.host_layout);
     launch_apart("copy_placed", carry_kernel, blocks, 32 * room.warps, stream, s, a.jobs, a.counts, room);
   } else {
     launch_relay("copy_placed", relay_kernel, blocks, stream, s, a.jobs, a.counts,

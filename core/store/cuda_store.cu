@@ -542,7 +542,7 @@ void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream strea
   if (s.packs) return copy_packing(s, {e.jobs, e.job_count, false, to}, 64, stream);
   constexpr int blocks = 64;
   if (s.mixed) {
-    const CarryRoom room = carry_room(s.host_layout);
+    const CarryRoom room = carry_room(s.layout, s.host_layout);
     launch_apart("page_carry", page_carry_kernel, blocks, 32 * room.warps, stream, s, e.job_count, e.jobs, to, room);
     return;
   }

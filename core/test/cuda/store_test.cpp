@@ -704,6 +704,7 @@ StoreFixture fixture(int kind) {
     f.options.token_state = {"a", "b", "c", "d", "e"};
   } else if (kind == 3) {
     s.dtype = DType::f16, s.head_dim = 40, s.page_size = 8;
+    f.options.host_codec = CodecSpec{{4}, {8, CodeKind::e4m3}};
     f.options.summary = Summary::centre_radius;
   } else if (kind == 5) {
     s.dtype = DType::bf16, s.head_dim = 64, s.page_size = 8, s.kv_heads = 3, s.query_heads = 6;
