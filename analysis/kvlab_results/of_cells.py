@@ -26,7 +26,7 @@ def steps(inputs):
     lead = (
         "Milliseconds of an engine step in each of its parts, in a row's first cell. It is the mean over the middle "
         "half of the steps by their time: steps that hold a prompt are slower. On a GPU the parts are times between "
-        "events, and such rows carry the label eager."
+        "events, and such rows carry the label events."
     )
     count = len(draw.style.SERIES)
     legend = swatches(names, [f"s{i % count}" if i < count else "muted" for i in range(len(names))])

@@ -41,6 +41,8 @@ struct CudaRuntime {
   void* (*new_event)() = nullptr;
   void (*delete_event)(void* event) = nullptr;
   void (*record)(void* event, void* stream) = nullptr;
+  // While a graph is captured from the stream: each launch of the graph records the event there, for elapsed.
+  void (*record_at_launch)(void* event, void* stream) = nullptr;
   // The stream's later work runs after the work that `event` was recorded behind. A stream that waits so for one that
   // is captured is captured with it, and must be waited for before the capture ends.
   void (*wait)(void* event, void* stream) = nullptr;

@@ -382,6 +382,10 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.record = [](void* e, void* s) {
     check(cudaEventRecord(static_cast<Event*>(e)->event, stream_of(s)), "cudaEventRecord");
   };
+  r.record_at_launch = [](void* e, void* s) {
+    check(cudaEventRecordWithFlags(static_cast<Event*>(e)->event, stream_of(s), cudaEventRecordExternal),
+          "cudaEventRecordWithFlags");
+  };
   r.wait = [](void* e, void* s) {
     check(cudaStreamWaitEvent(stream_of(s), static_cast<Event*>(e)->event), "cudaStreamWaitEvent");
   };

@@ -9,24 +9,65 @@
 
 namespace kvlab {
 
+// Events one after the other, each with the part of the work between the event before and it. The first only begins.
+class PartMarks {
+ public:
+  PartMarks() = default;
+  ~PartMarks();
+  PartMarks(const PartMarks&) = delete;
+  PartMarks& operator=(const PartMarks&) = delete;
+
+  // record(event): puts the mark behind the work so far.
+  template <class Record>
+  void add(Part part, const Record& record) {
+    record(next());
+    parts_.push_back(part);
+  }
+  // Waits for the marked work and adds the seconds of each part.
+  void add_to(PartSeconds& out) const;
+  void clear() { parts_.clear(); }
+
+ private:
+  void* next();
+
+  std::vector<void*> events_;  // every event made so far; events_[i] belongs to parts_[i]
+  std::vector<Part> parts_;
+};
+
 class PartEvents {
  public:
   explicit PartEvents(Stream s) : stream_(s) {}  // a GPU's stream, which outlives this object
-  ~PartEvents();
   PartEvents(const PartEvents&) = delete;
   PartEvents& operator=(const PartEvents&) = delete;
 
-  // Counts the stream's work since the previous mark as `part`; the first mark only begins. Not while the stream is
-  // captured.
+  // Counts the stream's work since the previous mark as `part`; the first mark only begins.
   void mark(Part part);
-  // Waits for the marked work. Returns the seconds of each part from the first to the last mark since the last take.
+  // The graph that holds these marks was launched, once until the next take. They outlive that.
+  void launched(const PartMarks& of_graph) { launched_.push_back(&of_graph); }
+  // Waits for the marked work. Returns the seconds of each part from the first to the last mark since the last take,
+  // with those of graphs.
   PartSeconds take();
-  void clear() { marks_.clear(); }
+  void clear() { marks_.clear(), launched_.clear(); }
 
  private:
+  friend class MarksInGraph;
+
   Stream stream_;
-  std::vector<void*> events_;  // every event made so far; events_[i] belongs to marks_[i]
-  std::vector<Part> marks_;
+  PartMarks marks_;
+  PartMarks* captured_ = nullptr;
+  std::vector<const PartMarks*> launched_;
+};
+
+// While it lives, the stream is captured, and marks lie in the graph. `of_graph` is empty before.
+class MarksInGraph {
+ public:
+  MarksInGraph(PartEvents& events, PartMarks& of_graph) : events_(events) { events_.captured_ = &of_graph; }
+  ~MarksInGraph() { events_.captured_ = nullptr; }
+  MarksInGraph(const MarksInGraph&) = delete;
+  MarksInGraph& operator=(const MarksInGraph&) = delete;
+
+ private:
+  PartEvents& events_;
 };
 
 }  // namespace kvlab

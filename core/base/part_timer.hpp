@@ -35,6 +35,9 @@ class PartClock {
   // for, they add up to the time from the first PartTimer's begin to the last one's end.
   Step take();
 
+  // The events of the thread's clock; null = it has none.
+  static PartEvents* thread_events() { return current() ? current()->events_ : nullptr; }
+
  private:
   friend class PartTimer;
   using Clock = std::chrono::steady_clock;

@@ -34,7 +34,7 @@ struct EngineOptions {
   Spill spill = Spill::always;
   bool copy_by_host = false;               // StoreOptions::copy_by_host; no graph holds the steps then
   bool batch_invariant = false;            // see make_executor
-  bool graphs = true;                      // on a GPU decode steps may run as graphs, whose parts cannot be timed
+  bool graphs = true;                      // on a GPU decode steps may run as graphs
   const RecordedMass* recorded = nullptr;  // for a policy that needs future mass; borrowed
   // Of a recording, in place of the model's, which may be an outline; borrowed. One slot, whole prompts, no logits.
   const RecordedRows* rows = nullptr;

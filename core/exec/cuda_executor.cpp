@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <kvlab/error.hpp>
+#include <optional>
 
 #include "base/backend.hpp"
 #include "base/finite.hpp"
+#include "base/part_events.hpp"
 #include "base/part_timer.hpp"
 #include "ops/attend/attend.hpp"
 #include "ops/attend/attend_made_up.hpp"
@@ -681,7 +683,7 @@ void CudaExecutor::read(std::int64_t rows, const StepResult& out) {
 
 CudaExecutor::State CudaExecutor::state() const {
   return {require_cuda("the executor on CUDA").runtime.scratch_moves(), grown_, store_.workspace_moves(),
-          store_.tails_below()};
+          store_.tails_below(), PartClock::thread_events() != nullptr};
 }
 
 int CudaExecutor::room(int layer, const std::vector<std::int32_t>& slots) const {
@@ -708,8 +710,13 @@ bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& ho
   if (!known && r.warm != now) return false;
   if (!store_.reserve_step(slots, r.taken)) return false;
   store_.view(0, slots);  // copies the slots to the place that the graph reads
+  PartEvents* parts = PartClock::thread_events();
   if (!known) {
+    r.graph = {};  // before its marks
+    r.marks = parts ? std::make_unique<PartMarks>() : nullptr;
     r.graph = CudaGraph(stream_, [&] {
+      std::optional<MarksInGraph> marked;
+      if (parts) marked.emplace(*parts, *r.marks);
       store_.count_edits_anew();
       store_.reserved(true);
       run_layers(slots, hooks, out);
@@ -719,6 +726,7 @@ bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& ho
   watch_.begin(stream_);
   r.graph.launch(stream_);
   watch_.end(stream_);
+  if (parts) parts->launched(*r.marks);
   ++replayed_;
   return true;
 }

@@ -6,10 +6,12 @@
 // Tokens, text positions and slots lie in device memory, and the store's kernels take frames without the host.
 #pragma once
 #include <map>
+#include <memory>
 #include <tuple>
 
 #include "base/cuda_graph.hpp"
 #include "base/cuda_stopwatch.hpp"
+#include "base/part_events.hpp"
 #include "base/stream_memory.hpp"
 #include "exec/executor.hpp"
 #include "model/cuda_model.hpp"
@@ -55,12 +57,14 @@ class CudaExecutor final : public Executor {
   struct State {
     std::int64_t moves = -1, grown = -1, scratch = -1;
     bool tails_below = false;  // before_step has work
+    bool parts = false;        // someone asks for the times of a step's parts
     bool operator==(const State&) const = default;
   };
   struct Replay {
-    State warm, captured;    // after the latest step without a graph; at the capture of `graph`
-    int room = 0;            // tokens of a head that the arrays of `graph` have room for
-    CudaStore::Taken taken;  // by edits of the step
+    State warm, captured;              // after the latest step without a graph; at the capture of `graph`
+    int room = 0;                      // tokens of a head that the arrays of `graph` have room for
+    CudaStore::Taken taken;            // by edits of the step
+    std::unique_ptr<PartMarks> marks;  // that `graph` holds; null = none
     CudaGraph graph;
   };
 

@@ -317,7 +317,7 @@ std::map<std::string, std::string> settings_here(const Ours& ours) {
       models.insert(row.model), tasks.insert(row.task);
       if (measured(row.budget_tokens)) budgets.insert(number(row.budget_tokens));
       for (const std::string& label : results::identity_of(row))
-        if (label != "graph" && label != "eager") labels.insert(label);
+        if (label != "graph" && label != "events" && label != "eager") labels.insert(label);
     }
   }
   for (const auto& [stem, profile] : ours.profiles) models.insert(profile.model);

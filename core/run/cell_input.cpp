@@ -17,7 +17,6 @@ EngineOptions engine_options(const CellInput& in, int slots) {
   o.page_size = in.policy().page_size;
   o.prefill_chunk = in.experiment->prefill_chunk;
   o.batch_invariant = in.experiment->batch_invariant;
-  o.graphs = !in.wants(Metric::parts);
   o.budget = in.budget();
   o.recorded = in.full_runs.get();
   o.rows = in.rows.get();

@@ -87,7 +87,7 @@ void describe_cell(const CellInput& in, results::CellResult& out) {
   if (e.inject.used(policy)) add_label(s, "injected");
   if (in.oracle) add_label(s, "oracle");
   if (in.functional) add_label(s, "functional");
-  if (device_of(e) == Device::cuda && in.wants(Metric::parts)) add_label(s, "eager");
+  if (device_of(e) == Device::cuda && in.wants(Metric::parts)) add_label(s, "events");
   s.policy = policy.name;
   s.params = in.cell->params;
   s.ablated = policy.ablated;

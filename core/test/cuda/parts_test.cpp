@@ -86,7 +86,7 @@ TEST_CASE("cuda parts: events are made once, and what lies between two takes is 
   }
 }
 
-TEST_CASE("cuda parts: of eager steps, which give the text of graphs") {
+TEST_CASE("cuda parts: of graphs, which give the text of steps that nobody times") {
   struct Case {
     const char* policy;
     std::vector<Part> has;
@@ -102,7 +102,7 @@ TEST_CASE("cuda parts: of eager steps, which give the text of graphs") {
     Timed asked(c.policy, {Metric::score, Metric::latency, Metric::parts}),
         not_asked(c.policy, {Metric::score, Metric::latency});
     const auto gpu = asked.run("cuda"), cpu = asked.run("cpu"), usual = not_asked.run("cuda");
-    CHECK(test::lasting_labels(gpu.summary) == "synthetic, eager");
+    CHECK(test::lasting_labels(gpu.summary) == "synthetic, events, graph");
     CHECK(test::lasting_labels(cpu.summary) == "synthetic");
     CHECK(usual.parts.empty());
     CHECK(usual.step_parts.empty());
@@ -135,7 +135,7 @@ TEST_CASE("cuda parts: of requests served") {
   cells.experiment.workloads.resize(1);
   cells.experiment.workloads[0].requests = 3;
   const auto served = cells.run("cuda");
-  CHECK(test::lasting_labels(served.summary) == "synthetic, eager");
+  CHECK(test::lasting_labels(served.summary) == "synthetic, events, graph");
   const auto all = total(served);
   for (const Part p : {Part::gemm, Part::attend, Part::append, Part::score, Part::compact})
     CHECK(all[static_cast<std::size_t>(p)] > 0);

@@ -311,6 +311,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     event->behind = event->stream->begun + event->stream->waiting.size();
     event->asked = 0;
   };
+  r.record_at_launch = r.record;
   r.wait = [](void* event, void* stream) { wait(static_cast<Event*>(event), stream_of(stream)); };
   r.elapsed = [](void* begin, void* end) {
     auto *from = static_cast<Event*>(begin), *to = static_cast<Event*>(end);
