@@ -14,6 +14,7 @@
 #include "base/program.hpp"
 #include "base/text.hpp"
 #include "cli/shared_files.hpp"
+#include "result/cell_file.hpp"
 #include "result/sealed.hpp"
 
 namespace fs = std::filesystem;
@@ -67,7 +68,10 @@ std::string interpreter(const std::string& program) {
 
 int html_report(const std::vector<std::string>& files, const std::string& out) {
   if (out.empty()) throw Error(Errc::config, "got an empty name, wanted a folder or a file", "--html");
-  for (const std::string& file : files) results::open_sealed(file);
+  for (const std::string& file : files) {
+    const auto lock = h5::lock();
+    results::refuse_recording(results::open_sealed(file));
+  }
   const std::string program = package().string();
   std::vector<std::string> words{interpreter(program), "-B", program, "report", "--output=" + out, "--"};
   words.insert(words.end(), files.begin(), files.end());

@@ -121,6 +121,15 @@ RunInfo read_info(const h5::File& file) {
   return info;
 }
 
+bool is_recording(const h5::File& file) {
+  return file.has_attribute(".", "kind") && file.text_attribute(".", "kind") == "recording";
+}
+
+void refuse_recording(const h5::File& file) {
+  if (is_recording(file))
+    throw Error(Errc::result_file, "got a recording, wanted a result; `kvlab replay` reads it", file.file());
+}
+
 void write_summary_rows(const h5::File& file, const std::vector<SummaryRow>& rows) {
   file.write_table("summary", columns_of(rows));
 }

@@ -14,6 +14,9 @@ void check_lengths(const CellResult& cell);  // Errc::internal unless every piec
 void write_info(const h5::File& file, const RunInfo& info);
 RunInfo read_info(const h5::File& file);  // Errc::result_file on another schema version
 
+bool is_recording(const h5::File& file);      // of replay/recording_file.hpp
+void refuse_recording(const h5::File& file);  // Errc::result_file: it has neither cells nor a summary
+
 void write_summary_rows(const h5::File& file, const std::vector<SummaryRow>& rows);
 std::vector<SummaryRow> read_summary_rows(const h5::File& file);  // checks the schema version
 

@@ -60,8 +60,7 @@ bool has_parts(const std::string& out_path) {
 
 OutputKind kind_of(const h5::File& file) {
   if (file.has("profilers")) return OutputKind::profile;
-  const bool recording = file.has_attribute(".", "kind") && file.text_attribute(".", "kind") == "recording";
-  return recording ? OutputKind::recording : OutputKind::results;
+  return is_recording(file) ? OutputKind::recording : OutputKind::results;
 }
 
 // Refuses an undamaged file of ours that is not of the kind that will replace it.

@@ -35,6 +35,7 @@ bool is_profile(const std::string& path) try {
 ProfileFile read_profile(const std::string& path) {
   const auto lock = h5::lock();
   const h5::File file = open_sealed(path);
+  refuse_recording(file);
   if (!file.has("profilers"))
     throw Error(Errc::result_file, "got no profilers in it, wanted a file that `kvlab profile` wrote", path);
   ProfileFile out;

@@ -97,6 +97,7 @@ Summary gather(const std::string& out_path, const Visit& visit) {
   if (there) {
     try {
       const h5::File file = open_sealed(out_path);
+      refuse_recording(file);
       out.info = read_info(file);
       out.rows = read_summary_rows(file);
       for (const SummaryRow& row : out.rows) visit(file, row.cell);

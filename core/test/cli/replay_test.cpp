@@ -27,6 +27,20 @@ TEST_CASE("record says its size, replay runs policies of a file without a model,
   CHECK_THAT(replayed.said, Catch::Contains("page recall") && Catch::Contains("replayed: a recording gave"));
   CHECK(results::read_summary(out).rows.size() == 3);
 
+  for (const std::vector<std::string>& words : {std::vector<std::string>{"report", recording},
+                                                {"report", recording, "--plugins"},
+                                                {"report", recording, "--attempts"},
+                                                {"report", recording, "--memory"},
+                                                {"report", recording, "--array", "x"},
+                                                {"report", out, recording},
+                                                {"report", recording, "--html", folder / "page"},
+                                                {"verify", recording}}) {
+    const Ended read = test::run_kvlab(words);
+    CAPTURE(words, read.said);
+    CHECK(read.code == 2);
+    CHECK_THAT(read.said, Catch::Contains(recording + ": got a recording, wanted a result; `kvlab replay` reads it"));
+  }
+
   CHECK(test::run_kvlab({"replay", experiment}).code == 2);
   const Ended over = test::run_kvlab({"run", experiment, "-o", recording});
   CHECK(over.code == 2);
