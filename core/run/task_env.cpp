@@ -146,13 +146,15 @@ std::string ModelTaskEnv::read_text(const std::string& path) const {
 
 std::vector<Record> ModelTaskEnv::records(const std::string& path) const {
   const std::filesystem::path full = resolve_data_path(path, folder_);
-  if (std::error_code error; !std::filesystem::exists(full, error))
+  if (std::error_code error; !std::filesystem::exists(full, error)) {
+    const std::string folder = full.parent_path().lexically_normal().string();
     throw Error(
         Errc::io,
         "got no such file, wanted JSON lines, an object a record. `python3 datasets/convert.py list` says where "
         "public sets come from, and `python3 datasets/convert.py SET --from FILES --to " +
-            full.parent_path().lexically_normal().string() + "` makes such files of them",
+            (folder.empty() ? "." : folder) + "` makes such files of them",
         full.string());
+  }
   const std::string where = full.string(), text = read_whole(where);
   std::vector<Record> out;
   const std::size_t first = text.find_first_not_of(" \t\r\n");

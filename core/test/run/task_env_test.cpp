@@ -69,6 +69,9 @@ TEST_CASE("files lie beside the experiment or in the data folder") {
   CHECK_THROWS_WITH(env.records("data/qa/none.jsonl"),
                     Catch::Contains("data/qa/none.jsonl: got no such file, wanted JSON lines") &&
                         Catch::Contains("convert.py list") && Catch::Contains("data/qa`"));
+  const ModelTaskEnv here(test::test_vocabulary("gpt-2"), "", 1, 1);
+  CHECK_THROWS_WITH(here.records("no-such-set.jsonl"),
+                    Catch::Contains("no-such-set.jsonl: got no such file") && Catch::Contains("--to .` makes"));
 }
 
 TEST_CASE("what is no text is refused with file and byte") {
