@@ -1,9 +1,11 @@
 #include "cli/replay.hpp"
 
+#include <algorithm>
 #include <filesystem>
 #include <kvlab/error.hpp>
 
 #include "experiment/catalog.hpp"
+#include "result/results.hpp"
 #include "run/replay.hpp"
 
 namespace fs = std::filesystem;
@@ -16,6 +18,23 @@ std::string output_of(const ReplayWords& words) {
   if (!words.output.empty()) return words.output;
   fs::path path = words.recording;
   return path.replace_extension(".replay.h5").string();
+}
+
+// A run's result has scores, which a replay cannot make again. Whatever cannot be read is left to run_experiment().
+void refuse_run_result(const std::string& file) {
+  results::Summary there;
+  try {
+    if (!results::is_there(file)) return;
+    there = results::read_summary(file);
+  } catch (const Error&) {
+    return;
+  }
+  const auto of_run = [](const results::SummaryRow& row) {
+    return row.status == "ok" && !results::has_label(row, "replayed");
+  };
+  if (std::ranges::any_of(there.rows, of_run))
+    throw Error(Errc::result_file,
+                "got the result of a run as the output of a replay, wanted a new name: it would be overwritten", file);
 }
 
 }  // namespace
@@ -46,6 +65,7 @@ int replay_recording(const ReplayWords& words, const RunOptions& options) {
   const RegistryCatalog catalog(registry);
   Experiment e = replayed_experiment(recording, words.file, words.sets, catalog);
   e.output = output_of(words);
+  refuse_run_result(e.output.string());
   return run_experiment(e, catalog, options);
 }
 

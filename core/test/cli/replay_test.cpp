@@ -1,6 +1,7 @@
 // The commands `record` and `replay` as a user runs them.
 #include <catch2/catch.hpp>
 
+#include "base/regular_file.hpp"
 #include "result/results.hpp"
 #include "support/child.hpp"
 
@@ -42,6 +43,15 @@ TEST_CASE("record says its size, replay runs policies of a file without a model,
   }
 
   CHECK(test::run_kvlab({"replay", experiment}).code == 2);
+  const std::string run = folder / "run.h5";
+  REQUIRE(test::run_kvlab({"run", experiment, "-o", run}).code == 0);
+  const std::string before = read_file(run);
+  const Ended onto = test::run_kvlab({"replay", recording, policies, "-o", run});
+  CHECK(onto.code == 2);
+  CHECK_THAT(onto.said,
+             Catch::Contains(run + ": got the result of a run as the output of a replay, wanted a new name"));
+  CHECK(read_file(run) == before);
+  CHECK(test::run_kvlab({"replay", recording, policies, "-o", out}).code == 0);  // its own
   const Ended over = test::run_kvlab({"run", experiment, "-o", recording});
   CHECK(over.code == 2);
   CHECK_THAT(over.said, Catch::Contains("got a recording as the output of a run"));
