@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/regular_file.hpp"
+#include "base/sha256.hpp"
 #include "base/utf8.hpp"
 #include "model/bundled.hpp"
 #include "run/stops.hpp"
@@ -75,6 +76,20 @@ Record record_of(const nlohmann::json& object, const std::string& where) {
     add_fields(key, value, r);
   }
   return r;
+}
+
+// Data that were edited after their conversion would be scored as the published set. Headers of earlier versions have
+// no hash.
+void check_hash(const Record& first, std::string_view text, const std::string& where) {
+  const auto found = first.find(std::string(header_field) + ".records_sha256");
+  if (found == first.end() || found->second.size() != 1) return;
+  const std::string& wanted = found->second.front();
+  const std::string got = sha256_hex(text.substr(std::min(text.find('\n'), text.size() - 1) + 1));
+  if (got != wanted)
+    throw Error(Errc::data,
+                "got records with SHA-256 " + got + ", wanted the header's records_sha256 " + wanted +
+                    ": they were edited. Convert the set again, or take records_sha256 out of the header",
+                where);
 }
 
 // Binary data would be encoded byte by byte and look like a prompt.
@@ -173,6 +188,7 @@ std::vector<Record> ModelTaskEnv::records(const std::string& path) const {
       const std::string here = where + ":" + std::to_string(line);
       out.push_back(record_of(parse(row, here), here));
     }
+    if (!out.empty()) check_hash(out.front(), std::string_view(text).substr(first), where);
   }
   if (out.empty()) throw Error(Errc::data, "got no records, wanted JSON lines or a JSON array", where);
   return out;

@@ -2,6 +2,7 @@
 // of datasets/convert.py begins with a header: what its set prescribes where the experiment says nothing.
 #include <kvlab/plugin.hpp>
 
+#include <map>
 #include <memory>
 #include <optional>
 
@@ -96,6 +97,7 @@ class Jsonl final : public kvlab::Task {
     std::vector<std::size_t> records;  // one per question
   };
   std::string place(std::size_t record) const { return data_ + ": record " + std::to_string(record + 1); }
+  void check_ids(const std::vector<kvlab::Record>& records) const;
   const std::vector<Group>& groups(const kvlab::TaskEnv& env) const;
   Tokens fitted(Tokens prompt, std::size_t others, const Group& group) const;
 
@@ -108,12 +110,27 @@ class Jsonl final : public kvlab::Task {
   mutable std::vector<Group> groups_;
 };
 
+// A result names its questions by the records' ids.
+void Jsonl::check_ids(const std::vector<kvlab::Record>& records) const {
+  std::map<std::string, std::size_t> seen;
+  for (std::size_t i = 0; i < records.size(); ++i) {
+    const auto id = records[i].find("id");
+    if (id == records[i].end() || id->second.size() != 1) continue;
+    if (const auto [earlier, is_new] = seen.emplace(id->second.front(), i); !is_new)
+      throw kvlab::Error(kvlab::Errc::data,
+                         "got the id '" + id->second.front() + "' of record " + std::to_string(earlier->second + 1) +
+                             ", wanted an id of its own",
+                         place(i));
+  }
+}
+
 // With one question per context each record is a group. Else up to so many neighbours with one prompt are.
 const std::vector<Jsonl::Group>& Jsonl::groups(const kvlab::TaskEnv& env) const {
   if (!groups_.empty()) return groups_;
   std::vector<kvlab::Record> records = env.records(data_);
   const jsonl::Header header = jsonl::take_header(records, data_);
   settings_.emplace(given_, header);
+  check_ids(records);
   for (kvlab::Record& record : records) {
     if (!stops_)
       record.erase(jsonl::stop_field);

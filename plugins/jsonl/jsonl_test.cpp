@@ -278,6 +278,37 @@ TEST_CASE("jsonl: a header that is wrong is refused, and so is a file that lost 
   CHECK_THROWS_WITH(f.task(with({}))->samples(env), Catch::Contains("data.jsonl: record 1: got no field 'nothing'"));
 }
 
+TEST_CASE("jsonl: records that were edited after their conversion are refused") {
+  const TaskFixture f("jsonl");
+  const auto env = f.env(1);
+  const auto samples = [&](const std::string& data) {
+    f.write("data.jsonl", data);
+    return f.task(with({}))->samples(env);
+  };
+  const auto given = [](const std::string& hash) { return header({{"records_sha256", hash}}); };
+  const std::string hash = "5d88fd099a613193008429f6c0c33b7cde8e13d6fafaab762dccf7d8eb3dfc36";
+  CHECK(samples(given(hash) + converted) == 1);
+  std::string edited = converted;
+  edited.replace(edited.find("why"), 3, "who");
+  CHECK_THROWS_WITH(samples(given(hash) + edited),
+                    Catch::Contains("data.jsonl: got records with SHA-256 ") &&
+                        Catch::Contains(", wanted the header's records_sha256 " + hash + ": they were edited"));
+  CHECK(samples(header() + edited) == 1);
+}
+
+TEST_CASE("jsonl: an id of an earlier record is refused") {
+  const TaskFixture f("jsonl");
+  const auto env = f.env(1);
+  const auto record = [](const std::string& id) {
+    return R"({"id": )" + id + R"(, "context": "c", "input": "i", "answers": ["a"]})" + "\n";
+  };
+  f.write("data.jsonl", record("\"test-1\"") + record("2") + record("\"test-1\""));
+  CHECK_THROWS_WITH(f.task(with({}))->samples(env),
+                    Catch::Contains("data.jsonl: record 3: got the id 'test-1' of record 1, wanted an id of its own"));
+  f.write("data.jsonl", record("\"test-1\"") + record("2") + record("null") + record("null"));
+  CHECK(f.task(with({}))->samples(env) == 4);
+}
+
 TEST_CASE("jsonl: what is wrong is named with file and record") {
   const TaskFixture f("jsonl");
   const auto env = f.env(1);
