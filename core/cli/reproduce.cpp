@@ -199,8 +199,15 @@ class Reproduction {
     return run_profile(run.loaded->experiment, *run.loaded->catalog, {o_.run.command, false, true, {}});
   }
 
-  // Profiles that no run here reads are what the item asks for.
+  // What the paper has, then the small experiments' own tables. A csv is one table, so it has these alone.
   std::string small_text(results::Format format) const {
+    const std::string own = small_tables(format);
+    if (format == results::Format::csv) return own;
+    return results::render(papers::beside_small(chosen_.paper->name, *chosen_.item, ours()), format) + "\n" + own;
+  }
+
+  // Profiles that no run here reads are what the item asks for.
+  std::string small_tables(results::Format format) const {
     std::vector<std::string> files, profiles;
     for (const Run& run : runs_) (is_profile(run) ? profiles : files).push_back(run.loaded->experiment.output.string());
     if (!files.empty()) return results::report(files, {format, {}, takes_colour(STDOUT_FILENO)});

@@ -342,11 +342,11 @@ results::ReportTable setting_table(const Item& item, const Ours& ours) {
 
 bool of_profile(const Reading& r) { return r.read == "shared_heads" || r.read.starts_with("array_"); }
 
-// stem: values of this run alone; empty: all.
-results::ReportTable value_table(const Item& item, const Ours& ours, results::Notes* notes,
-                                 const std::string& stem = "") {
+// stem: values of this run alone; empty: all. small: ours are of the item's small experiments.
+results::ReportTable value_table(const Item& item, const Ours& ours, results::Notes* notes, const std::string& stem,
+                                 bool small) {
   results::ReportTable table;
-  table.title = item.title;
+  table.title = item.title + (small ? " (small: another model and task)" : "");
   table.header = {"row", "column", "published", "ours", "95 %", "verdict"};
   table.text_columns = 2;
   for (const PublishedRow& row : item.rows) {
@@ -364,7 +364,8 @@ results::ReportTable value_table(const Item& item, const Ours& ours, results::No
       const OurValue own = our_value(p.reading, ours);
       const std::string interval =
           measured(own.interval.low) ? fmt::format("{}-{}", number(own.interval.low), number(own.interval.high)) : "-";
-      table.rows.push_back({name, column, printed(p.value), number(own.value), interval, verdict(p.value, own)});
+      table.rows.push_back({name, column, printed(p.value), number(own.value), interval,
+                            small && measured(own.value) ? "not compared" : verdict(p.value, own)});
     }
   }
   return table;
@@ -446,12 +447,13 @@ Extra extra_of(const Item& item) {
 
 namespace {
 
-results::ReportPage page_of(const std::string& paper, const Item& item, const Ours& ours, const std::string& stem) {
+results::ReportPage page_of(const std::string& paper, const Item& item, const Ours& ours, const std::string& stem,
+                            bool small) {
   results::ReportPage page;
   page.origins = {paper + "/" + item.name + ": " + item.title};
   results::Notes notes(page.notes);
   page.tables.push_back(setting_table(item, ours));
-  results::ReportTable values = value_table(item, ours, &notes, stem);
+  results::ReportTable values = value_table(item, ours, &notes, stem, small);
   if (!values.rows.empty()) page.tables.push_back(std::move(values));
   for (const std::string& note : item.notes) notes.mark(note);
   return page;
@@ -460,15 +462,19 @@ results::ReportPage page_of(const std::string& paper, const Item& item, const Ou
 }  // namespace
 
 results::ReportPage beside(const std::string& paper, const Item& item, const Ours& ours) {
-  return page_of(paper, item, ours, "");
+  return page_of(paper, item, ours, "", false);
+}
+
+results::ReportPage beside_small(const std::string& paper, const Item& item, const Ours& ours) {
+  return page_of(paper, item, ours, "", true);
 }
 
 results::ReportPage beside_run(const Chosen& chosen, const std::string& stem, const OurRun& run) {
-  return page_of(chosen.paper->name, *chosen.item, {{{stem, run}}, {}}, stem);
+  return page_of(chosen.paper->name, *chosen.item, {{{stem, run}}, {}}, stem, false);
 }
 
 std::string beside_csv(const Item& item, const Ours& ours) {
-  return results::render_csv(value_table(item, ours, nullptr));
+  return results::render_csv(value_table(item, ours, nullptr, "", false));
 }
 
 }  // namespace kvlab::papers

@@ -54,6 +54,8 @@ OurValue our_value(const Reading& reading, const Ours& ours);
 
 // The item's settings beside what ran here, then each published value beside ours.
 results::ReportPage beside(const std::string& paper, const Item& item, const Ours& ours);
+// The same where ours are of the item's small experiments: they have no verdict beside the paper's model and task.
+results::ReportPage beside_small(const std::string& paper, const Item& item, const Ours& ours);
 // The same for one run of the item, named by its stem. Values of other runs and of profiles are left out, and so are
 // rows that cannot run. Only the table of settings where no value is left.
 results::ReportPage beside_run(const Chosen& chosen, const std::string& stem, const OurRun& run);

@@ -58,6 +58,39 @@ TEST_CASE("reproduce runs an item's experiments and sets the published values be
   CHECK_THAT(csv.said, !Contains(",not run"));
 }
 
+TEST_CASE("reproduce --small sets what the paper has before its own tables") {
+  const test::Folder folder;
+  std::vector<std::string> words{"reproduce",
+                                 "leankv/figure11",
+                                 "--small",
+                                 "--model",
+                                 "synthetic/tiny",
+                                 "--set",
+                                 "backend=cpu",
+                                 "--set",
+                                 "tasks=[{random_prompts: {prompt: 64, samples: 1, answer: 2}}]",
+                                 "--set",
+                                 "policies=[full, leankv]",
+                                 "-o",
+                                 folder / "out"};
+  const Ended ran = run_kvlab(words);
+  CAPTURE(ran.said);
+  REQUIRE(ran.code == 0);
+  const auto place = [&](const std::string& text) {
+    const std::size_t at = ran.said.find(text);
+    CAPTURE(text);
+    REQUIRE(at != std::string::npos);
+    return at;
+  };
+  const std::size_t title = place("leankv/figure11: Latency of parallel KV compaction");
+  CHECK(title < place("sequences of 1024 tokens, several batch sizes"));
+  CHECK(title < place("(small: another model and task)"));
+  CHECK(title < place("up to three orders of magnitude"));
+  CHECK(place("Both sides are kvlab.") < place("synthetic/tiny, random_prompts, context "));
+  words.insert(words.end(), {"--report", "--format", "csv"});
+  CHECK_THAT(run_kvlab(words).said, !Contains("what may differ"));
+}
+
 namespace {
 
 // Lines of a log that have the text.

@@ -183,6 +183,15 @@ TEST_CASE("the page says of each value whether the paper's lies in our interval"
   CHECK(rows[4] == Words{"absent [1]", "t1", "1", "-", "-", "cannot run"});
   CHECK(page.notes == Words{"no code"});
   CHECK(beside_csv(item, one_run({})).find("\nabsent,t1,1,-,-,cannot run\n") != std::string::npos);
+
+  // A small experiment is no test of the paper's value.
+  const results::ReportPage small = beside_small("known", item, one_run({cell("mine", "t1", 0.4, 4)}));
+  CHECK(small.origins == Words{"known/table1: Scores"});
+  CHECK(small.tables[1].title == "Scores (small: another model and task)");
+  CHECK(small.tables[1].rows[1] == Words{"above", "t1", "0.9", "0.4", "0.3-0.5", "not compared"});
+  CHECK(small.tables[1].rows[4].back() == "cannot run");
+  CHECK(small.notes == Words{"no code"});
+  CHECK(beside_small("known", item, one_run({})).tables[1].rows[1].back() == "not run");
 }
 
 TEST_CASE("of one run alone, values of other runs, of profiles and of rows that cannot run are left out") {
