@@ -313,7 +313,10 @@ void CommandLine::add_reproduce() {
                    "of targets/NAME: begin no command that may end after so many seconds; the next call goes on")
       ->check(CLI::PositiveNumber);
   add_strict(command);
-  command->add_option("-o,--output", reproduce_.folder, "folder of the result files")->capture_default_str();
+  command
+      ->add_option("-o,--output", reproduce_.folder,
+                   "folder of the result files; a profile that policies read is made where they look for it")
+      ->capture_default_str();
   command->add_option("--format", reproduce_.format, "table, md, csv or latex")->capture_default_str();
   command->add_option("--set", sets_, "key=value in place of the experiments'; repeatable")->allow_extra_args(false);
   spread_.add_starters_to(command);

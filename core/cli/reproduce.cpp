@@ -97,15 +97,30 @@ class Reproduction {
         for (const ModelSpec& model : load_experiment(path, o_.sets, *runs_.back().loaded->catalog).models)
           models.insert(model.name());
       Experiment& e = runs_.back().loaded->experiment;
-      // A policy reads a profile from the place below the tree where its experiment writes it.
-      e.output =
-          is_profile(runs_.back()) ? tree / e.output : fs::path(o_.folder) / (chosen.paper->name + "-" + stem + ".h5");
+      e.output = is_profile(runs_.back()) ? tree / e.output : file_of(runs_.back());
       if (!is_profile(runs_.back()) && !o_.report) check_spread(o_.run.spread, e);
     }
     // Published rows of other models would stand beside the one of --model.
     if (models.size() > 1 && !o_.run.worker)
       log::warn(fmt::format("--model takes the place of {}: compare the rows of its own model alone",
                             join({models.begin(), models.end()}, " and ")));
+  }
+
+  // The profiles that policies read.
+  void add_read(std::set<fs::path>& all) const {
+    for (const Run& run : runs_)
+      for (const PolicySpec& policy : run.loaded->experiment.policies)
+        if (!policy.profile.empty()) all.insert(fs::weakly_canonical(run.loaded->experiment.resolve(policy.profile)));
+  }
+
+  // Profiles go to the folder of the result files. One that a policy reads stays below the tree, where its experiment
+  // writes it and the policy looks for it, and so does one that is there.
+  void place_profiles(const std::set<fs::path>& read) {
+    for (const Run& run : runs_) {
+      Experiment& e = run.loaded->experiment;
+      if (is_profile(run) && !read.contains(fs::weakly_canonical(e.output)) && (o_.run.fresh || !has_profile(run)))
+        e.output = file_of(run);
+    }
   }
 
   // Of runs behind profiles that are still to be made: models and prompts; budgets when the profiles are there.
@@ -174,6 +189,9 @@ class Reproduction {
     std::unique_ptr<Loaded> loaded;
   };
 
+  fs::path file_of(const Run& run) const {
+    return fs::path(o_.folder) / (chosen_.paper->name + "-" + run.stem + ".h5");
+  }
   static bool is_profile(const Run& run) { return !run.loaded->experiment.profilers.empty(); }
 
   // Whether its file is there, and of the model that it would be made for.
@@ -257,6 +275,9 @@ class Items {
       items_.push_back(one);
       reproductions_.emplace_back(o_, one, tree);
     }
+    std::set<fs::path> read;
+    for (const Reproduction& one : reproductions_) one.add_read(read);
+    for (Reproduction& one : reproductions_) one.place_profiles(read);
   }
 
   int run() {

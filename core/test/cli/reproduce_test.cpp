@@ -7,6 +7,7 @@
 #include <map>
 
 #include "papers/paper.hpp"
+#include "result/profile_file.hpp"
 #include "result/results.hpp"
 #include "support/child.hpp"
 #include "support/places.hpp"
@@ -174,7 +175,7 @@ class OwnTree {
     }
     std::ofstream(folder_ / "share/kvlab/analysis/papers/paper.yaml")
         << "title: T\nsource: S\nsetting: {model: tiny}\nitems:\n  table1:\n    title: T\n    kind: speed\n    run: ["
-        << run << "]\n";
+        << run << "]\n  figure1:\n    title: T\n    kind: speed\n    run: [experiments/heads_one.yaml]\n";
   }
   // Puts a line in place of the experiment's line that begins with the same key.
   void change(const std::string& name, const std::string& line) const {
@@ -185,12 +186,13 @@ class OwnTree {
       text += (old.starts_with(line.substr(0, line.find(':') + 1)) ? line : old) + "\n";
     std::ofstream(file) << text;
   }
-  Ended reproduce(std::vector<std::string> words) const {
-    std::vector<std::string> all{folder_ / "bin/kvlab", "reproduce", "paper/table1", "-o", folder_ / "out"};
+  Ended reproduce(std::vector<std::string> words, const std::string& item = "paper/table1") const {
+    std::vector<std::string> all{folder_ / "bin/kvlab", "reproduce", item, "-o", folder_ / "out"};
     all.insert(all.end(), words.begin(), words.end());
     return test::Child(all).wait();
   }
   std::string profile(const std::string& name) const { return folder_ / ("share/kvlab/results/" + name + ".h5"); }
+  std::string in_folder(const std::string& stem) const { return folder_ / ("out/paper-" + stem + ".h5"); }
   std::string log() const { return folder_ / "log"; }
 
  private:
@@ -222,6 +224,28 @@ TEST_CASE("reproduce --jobs 2: processes make the profiles that an item needs, t
   INFO(fresh.said);
   CHECK(fresh.code == 0);
   CHECK(std::filesystem::last_write_time(tree.profile("one")) > before);
+}
+
+TEST_CASE("reproduce -o: a profile is made in the folder, and where policies look for it if any does") {
+  const OwnTree alone;
+  const Ended made = alone.reproduce({}, "paper/figure1");
+  INFO(made.said);
+  CHECK(made.code == 0);
+  CHECK(results::is_profile(alone.in_folder("heads_one")));
+  CHECK_FALSE(std::filesystem::exists(alone.profile("one")));
+  CHECK_THAT(alone.reproduce({}, "paper/figure1").said, Contains("out/paper-heads_one.h5 is there"));
+
+  const OwnTree both;
+  const Ended ran = both.reproduce({"paper/table1"}, "paper/figure1");
+  INFO(ran.said);
+  CHECK(ran.code == 0);
+  CHECK_FALSE(std::filesystem::exists(both.in_folder("heads_one")));
+  const auto before = std::filesystem::last_write_time(both.profile("one"));
+  CHECK_THAT(both.reproduce({}, "paper/figure1").said, Contains("results/one.h5 is there"));
+  CHECK(std::filesystem::last_write_time(both.profile("one")) == before);
+  CHECK(both.reproduce({"--fresh"}, "paper/figure1").code == 0);
+  CHECK(results::is_profile(both.in_folder("heads_one")));
+  CHECK(std::filesystem::last_write_time(both.profile("one")) == before);
 }
 
 TEST_CASE("reproduce --check before the profiles are made: models and data of all experiments are checked") {
