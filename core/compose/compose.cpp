@@ -1,5 +1,6 @@
 #include "compose/compose.hpp"
 
+#include <fmt/format.h>
 #include <kvlab/error.hpp>
 #include <kvlab/ops.hpp>
 #include <kvlab/step_numbers.hpp>
@@ -137,6 +138,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     if (parts_.split) parts_.split->attach(shape);
     if (parts_.selector) parts_.selector->attach(shape, amount, counted);
     if (over_layers_) over_layers_->attach(shape, dense_layers_, counted);
+    state_bytes_ = static_cast<std::int64_t>(counted.bytes_per_slot());
     for_pages_ = amount_for_pages(amount, counted.bytes_per_slot());
     check_amount();
     warn_of_amount();
@@ -295,7 +297,24 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
                                    ? "a page for each KV head"
                                    : "the " + std::to_string(pinned) + " that are always kept (" +
                                          std::to_string(pins.first) + " first, " + std::to_string(pins.last) + " last)";
-    throw Error(Errc::config, "got a budget of " + budget + ", wanted at least " + wanted, parts_.name);
+    throw Error(Errc::config,
+                "got a budget of " + budget + ", wanted at least " + wanted + (bytes ? least_bytes(pinned) : ""),
+                parts_.name);
+  }
+
+  // What a budget in bytes must be in the longest sequence for so many tokens of each KV head.
+  std::string least_bytes(int tokens) const {
+    const auto bytes_of = [&](int layers, int held) {
+      const int pages = (std::max(held, 1) + shape_.page_size - 1) / shape_.page_size;
+      return std::int64_t{layers} * shape_.kv_heads * pages * page_bytes_;
+    };
+    const std::int64_t dense = bytes_of(dense_layers_, shape_.max_tokens);
+    const std::string layers = dense_layers_ == 0 ? ""
+                               : dense_layers_ == 1
+                                   ? fmt::format("the first dense layer takes {}; ", dense)
+                                   : fmt::format("the first {} dense layers take {}; ", dense_layers_, dense);
+    return fmt::format(": {}at least {} bytes", layers,
+                       state_bytes_ + dense + bytes_of(shape_.layers - dense_layers_, tokens));
   }
 
   // Says what a selector's budget will not be obeyed in. A ratio is judged by the longest sequence.
@@ -620,8 +639,8 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
     StepNumbers<std::int32_t> totals, layers;  // [row], [layer, row]: of a split
   } of_rows_;
   Shape shape_;
-  BudgetAmount amount_, for_pages_;  // the experiment's; the same less the state of scorer and selector
-  std::int64_t page_bytes_ = 0;
+  BudgetAmount amount_, for_pages_;                // the experiment's; the same less the state of scorer and selector
+  std::int64_t page_bytes_ = 0, state_bytes_ = 0;  // state: of scorer and selector, for a sequence
   std::optional<Injector> injector_;
   std::optional<OverLayers> over_layers_;  // where the split divides over them
   // Buffers of one callback; they outlive it so that a decode step allocates nothing.

@@ -89,6 +89,30 @@ void check_least_budget(const CellInput& in, EngineOptions o) {
   }
 }
 
+// Refuses equal_bytes that no budget of the entry can meet: a page of each KV head takes more. What a method always
+// keeps may take more than that, too, which its cell finds. A policy of its own may hold less.
+void check_equal_bytes(const CellInput& in, const EngineOptions& o) {
+  if (in.policy().policy) return;
+  const auto policy = cell_policy(in);
+  const Needs needs = policy->needs();
+  const Shape shape = store_options(*in.model, *policy, o).shape;
+  std::int64_t page = std::numeric_limits<std::int64_t>::max();
+  for (const CodecSpec& codec : policy->codecs()) page = std::min(page, page_bytes(shape, codec, needs));
+  std::size_t shortest = std::numeric_limits<std::size_t>::max();
+  for (const Item& item : in.items->items) shortest = std::min(shortest, item.prompt.size() + item.fed.size());
+  const std::int64_t pages = (static_cast<std::int64_t>(shortest) + shape.page_size - 1) / shape.page_size;
+  const int dense = needs.dense_layers();
+  const std::int64_t of_dense = std::int64_t{dense} * shape.kv_heads * pages * page,
+                     least = of_dense + std::int64_t{shape.layers - dense} * shape.kv_heads * page;
+  if (static_cast<double>(in.experiment->equal_bytes) * (1 + bytes_apart) >= static_cast<double>(least)) return;
+  const std::string layers = dense == 0 ? ""
+                                        : fmt::format("all tokens of {} dense layer{}, {} bytes, and ", dense,
+                                                      dense == 1 ? "" : "s", of_dense);
+  throw Error(Errc::config,
+              fmt::format("got equal_bytes of {}, wanted at least {} for '{}': it holds {}a page for each KV head",
+                          in.experiment->equal_bytes, least, in.policy().name, layers));
+}
+
 // K and V of the cell's longest sequence in the full cache.
 double full_bytes(const CellInput& in, std::int64_t tokens) {
   const ModelConfig& c = in.model->config;
@@ -124,9 +148,11 @@ void check_cell(const CellInput& given) {
                                   "which says which tokens are special or punctuation");
   in.full_runs = full_runs_for(in, needs);
   EngineOptions o = engine_options(in, 1);
-  // With equal_bytes the cell seeks its budget, and fails where none fits: others of a table have their rows.
-  if (in.experiment->equal_bytes > 0 && o.budget.kind == BudgetAmount::bytes)
+  // The cell seeks its budget, and fails where the least one of its method holds more: others of a table have rows.
+  if (seeks_budget(in)) {
+    check_equal_bytes(in, o);
     o.budget = {BudgetAmount::tokens, static_cast<double>(o.max_tokens)};
+  }
   const auto policy = cell_policy(in);
   Engine::check(*in.model, *policy, o);
   check_prompts(in, *policy);

@@ -110,13 +110,13 @@ int between(const HeldBytes& low, const HeldBytes& high, double wanted, int page
   return std::clamp(inside, low.tokens + 1, high.tokens - 1);
 }
 
-const PolicySpec* searched(const CellInput& in) {
+}  // namespace
+
+bool seeks_budget(const CellInput& in) {
   const PolicySpec& policy = in.policy();
   const bool reads_only = policy.selector && policy.placement.tier == Tier::device;
-  return in.experiment->equal_bytes > 0 && policy.budget.kind == BudgetAmount::bytes && !reads_only ? &policy : nullptr;
+  return in.experiment->equal_bytes > 0 && policy.budget.kind == BudgetAmount::bytes && !reads_only;
 }
-
-}  // namespace
 
 HeldBytes nearest_budget(double wanted, int least, int most, int page_size, const std::function<double(int)>& held) {
   std::vector<HeldBytes> tried;
@@ -140,8 +140,8 @@ HeldBytes nearest_budget(double wanted, int least, int most, int page_size, cons
 }
 
 std::optional<HeldBytes> equal_budget(const CellInput& in) {
-  const PolicySpec* policy = searched(in);
-  if (!policy) return std::nullopt;
+  if (!seeks_budget(in)) return std::nullopt;
+  const PolicySpec* policy = &in.policy();
   const log::Timed timed("cell " + in.cell->id + ": budget of equal_bytes");
   Trials trials(in);
   const double wanted = static_cast<double>(in.experiment->equal_bytes);

@@ -21,10 +21,14 @@ inline constexpr double bytes_equal = 0.005;  // share at which a search ends
 // does not fit, and minus infinity for one that is too small. Each budget is tried at most once.
 HeldBytes nearest_budget(double wanted, int least, int most, int page_size, const std::function<double(int)>& held);
 
-// Finds the budget of a cell whose experiment has equal_bytes; nothing where the entry has no budget, or where it
-// chooses pages and evicts nothing. A trial runs the cell's first contexts, one sequence at a time, and takes the
-// ledger's mean over decode steps, as the column `device_bytes_decode` does. Errc::config where the smallest budget
-// that the policy takes holds more than that, by more than bytes_apart. NoRoom where not even that one fits.
+// Whether a run seeks the cell's budget. Without equal_bytes it does not. An entry without a budget has none to seek,
+// and one that chooses pages and evicts nothing reads so many bytes of them.
+bool seeks_budget(const CellInput& in);
+
+// Finds the budget of a cell that seeks one; nothing for others. A trial runs the cell's first contexts, one sequence
+// at a time, and takes the ledger's mean over decode steps, as the column `device_bytes_decode` does. Errc::config
+// where the smallest budget that the policy takes holds more than that, by more than bytes_apart. NoRoom where not even
+// that one fits.
 std::optional<HeldBytes> equal_budget(const CellInput& in);
 
 // Says in a warning what equal_bytes means for the cell where it is not met within bytes_apart. measured: the cell's

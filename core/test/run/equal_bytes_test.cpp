@@ -144,6 +144,48 @@ TEST_CASE("equal_bytes below what a policy always keeps fail its cell, and not t
   CHECK_THAT(result.summary.error, Contains("got equal_bytes of") && Contains("'random' holds that with a budget of"));
 }
 
+TEST_CASE("equal_bytes that no budget can meet are refused before the run") {
+  using Catch::Matchers::Contains;
+  const auto refused = [](const std::string& policy, double bytes) -> std::string {
+    Cells cells(policy);
+    cells.equal(bytes);
+    try {
+      check_cell(cells.input());
+    } catch (const Error& e) {
+      CHECK(e.code() == Errc::config);
+      return e.what();
+    }
+    return "";
+  };
+  const Cells cells("random");
+  const ModelConfig& c = cells.model->config;
+  Shape shape;
+  shape.head_dim = c.head_dim, shape.page_size = page, shape.dtype = cells.model->dtype;
+  const auto heads = static_cast<double>(c.layers * c.kv_heads);
+  const double least = heads * static_cast<double>(page_bytes(shape, {}, {}));
+  for (const char* policy : {"random", "{snapkv: {window: 8}}", "streaming_llm"}) {
+    CAPTURE(policy);
+    CHECK(refused(policy, least).empty());
+    CHECK_THAT(refused(policy, least * (1 - 2 * bytes_apart)),
+               Contains("got equal_bytes of") && Contains("wanted at least " + std::to_string(std::int64_t(least))) &&
+                   Contains("it holds a page for each KV head"));
+  }
+  CHECK(refused("full", 1).empty());
+  CHECK(refused("{snapkv: {window: 8, codec: int4}}", 0.9 * least).empty());  // its pages are smaller
+
+  // A selector reads so many bytes of pages, and all tokens of dense layers.
+  CHECK(refused("{quest: {dense_layers: 0}}", 2 * least).empty());
+  CHECK_THAT(
+      refused("{quest: {dense_layers: 0}}", least / 2),
+      Contains("whole pages of which hold 0 tokens per KV head, wanted at least a page for each KV head: at least "));
+  CHECK_THAT(refused("{quest: {dense_layers: 1}}", least),
+             Contains("wanted at least a page for each KV head: the first dense layer takes "));
+  // On the host its pages leave the device, and a budget is sought.
+  const std::string offloaded = "{quest: {dense_layers: 1, placement: {tier: host}}}";
+  CHECK_THAT(refused(offloaded, least), Contains("it holds all tokens of 1 dense layer, "));
+  CHECK(refused(offloaded, 40 * least).empty());
+}
+
 TEST_CASE("an oracle is labelled and has no times") {
   for (const char* policy : {"quest", "oracle", "oracle_evict"}) {
     const bool oracle = policy != std::string("quest");
