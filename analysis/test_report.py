@@ -277,6 +277,25 @@ class Content(WithFolder):
             self.assertEqual(found[0]["device MB"], f"{cell.device_bytes_decode / 1e6:.4g}")
             self.assertEqual(found[0]["score"], f"{cell.score:.4g} ({cell.score_lo:.4g}-{cell.score_hi:.4g})")
 
+    def test_a_table_of_one_file_has_no_column_for_it(self):
+        def page(second_task):
+            paths = [
+                write_by_hand(self.folder / f"{name}.h5", [{"policy": "full", "score": 0.5, "task": task}])
+                for name, task in (("one", "t"), ("two", second_task))
+            ]
+            return Page(report.build(paths))
+
+        apart = page("u")
+        for task, file in (("t", "one"), ("u", "two")):
+            self.assertEqual(apart.tables[f"m, {task}, context 64"][0][:2], ["policy", "budget"])
+            self.assertIn(f"file: {file}", apart.text)
+        together = page("t")
+        rows = together.tables["m, t, context 64"]
+        self.assertEqual([row[1] for row in rows], ["file", "one", "two"])
+        self.assertNotIn("file: one", together.text)
+        alone = Page(report.build([self.folder / "one.h5"]))
+        self.assertNotIn("file: one", alone.text)
+
     def test_needle_numbers_are_the_samples_scores(self):
         page = Page(report.build([SMALL]))
         summary = kr.summary(SMALL)

@@ -25,6 +25,19 @@ TEXTS = """(() => {
   }
   return {out, least};
 })()"""
+# Captions that do not end inside the box that scrolls their table.
+CUT_CAPTIONS = """(() => {
+  const out = [];
+  document.querySelectorAll('details').forEach(d => d.open = true);
+  for (const box of document.querySelectorAll('.scroll')) {
+    const right = box.getBoundingClientRect().right, range = document.createRange();
+    range.selectNodeContents(box.querySelector('caption'));
+    for (const line of range.getClientRects())
+      if (line.right > right + 1) { out.push(box.querySelector('caption').textContent); break; }
+  }
+  document.querySelectorAll('details').forEach(d => d.open = false);
+  return out;
+})()"""
 COLOURS = """[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color,
   getComputedStyle(document.querySelector('figure svg text')).fill]"""
 
@@ -51,6 +64,7 @@ class InABrowser(WithFolder):
             for dark in (False, True):
                 self.browser.show(self.path, width, dark)
                 self.assertLessEqual(self.browser.run("document.documentElement.scrollWidth"), width)
+                self.assertEqual(self.browser.run(CUT_CAPTIONS), [], width)
                 texts = self.browser.run(TEXTS)
                 self.assertEqual(texts["out"], [], width)
                 self.assertGreaterEqual(texts["least"], 10)

@@ -258,6 +258,12 @@ class Inputs:
         for file in self.files:
             file.results.close()
 
+    def files_of(self, rows):
+        """For a table of these rows: whether they come from several files, and the line below it that names the only one
+        of several files."""
+        names = dict.fromkeys(self.files[row.source].name for row in rows)
+        return len(names) > 1, [f"file: {name}" for name in names] if len(names) == 1 < len(self.files) else []
+
     def cell(self, row):
         """The pieces of the row's first cell."""
         return self.files[row.source].results.cell(row.first.cell)

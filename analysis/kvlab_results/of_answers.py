@@ -111,10 +111,10 @@ def _under(comparison):
 
 
 def _table(inputs, comparison, title):
-    several = len(inputs.files) > 1
+    several, origin = inputs.files_of([r.row for r in comparison.rows])
     rows = [_texts(comparison, r, [inputs.files[r.row.source].name] * several) for r in comparison.rows]
     faint = [i for i, r in enumerate(comparison.rows) if r.difference and comparison.undetected(r.difference)]
-    return Table(title, _header(comparison, several), rows, 1 + several, faint=faint, under=_under(comparison))
+    return Table(title, _header(comparison, several), rows, 1 + several, faint=faint, under=[*_under(comparison), *origin])
 
 
 def _panel(inputs, comparison, title):

@@ -24,10 +24,12 @@ figure svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica
 figcaption{font-weight:600;font-size:.92rem;margin-bottom:.2rem}
 .legend{display:flex;flex-wrap:wrap;gap:.2rem 1rem;padding:0;margin:.6rem 0;list-style:none;font-size:.9rem}
 .legend svg{width:.9em;height:.9em;vertical-align:-.08em;margin-right:.35em}
-.scroll{overflow-x:auto;max-width:100%}
+.scroll{overflow-x:auto;max-width:100%;container-type:inline-size}
 .scroll:focus-visible,summary:focus-visible,a:focus-visible{outline:2px solid var(--link);outline-offset:2px}
 table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums;overflow-wrap:normal}
 caption{text-align:left;font-weight:600;padding:.4rem 0}
+caption span{display:block;position:sticky;left:0;width:max-content;overflow-wrap:anywhere;
+max-width:calc(100vw - 2rem);max-width:100cqi}
 th,td{padding:.25rem .6rem;border-bottom:1px solid var(--grid);text-align:right;vertical-align:top;white-space:nowrap}
 th{font-weight:600;background:var(--raised)}tbody th{font-weight:400;background:none}
 tbody .faint>*{color:var(--muted)}
@@ -77,7 +79,7 @@ class Table:
         under = "".join(f'<p class="note">{escape(line)}</p>\n' for line in self.under)
         return (
             f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(self.caption)}"><table>'
-            f"<caption>{escape(self.caption)}</caption><thead><tr>{head}</tr></thead>"
+            f"<caption><span>{escape(self.caption)}</span></caption><thead><tr>{head}</tr></thead>"
             f"<tbody>\n{chr(10).join(body)}\n</tbody></table></div>\n{under}"
         )
 

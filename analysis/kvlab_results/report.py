@@ -96,7 +96,7 @@ def _score(inputs, row):
 
 
 def _block_table(inputs, block):
-    several = len(inputs.files) > 1
+    several, origin = inputs.files_of(block.rows)
     columns = [c for c in (_SERVED if block.workload else _PLAIN) if any(len(r.values(c[1])) for r in block.rows)]
     rows = []
     for row in block.rows:
@@ -121,7 +121,7 @@ def _block_table(inputs, block):
         *(name for name, *_ in columns),
         "labels",
     ]
-    return Table(title_of(block), header, rows, 1 + several, (len(header) - 1,))
+    return Table(title_of(block), header, rows, 1 + several, (len(header) - 1,), under=origin)
 
 
 def _results(inputs):
