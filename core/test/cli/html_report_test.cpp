@@ -130,7 +130,7 @@ std::map<std::string, Rows> tables_of(const std::string& markdown) {
 // The same of a page.
 std::map<std::string, Rows> tables_of_page(const std::string& html) {
   std::map<std::string, Rows> out;
-  const std::regex table("<caption>([^<]*, against [^<]* question[^<]*)</caption>([\\s\\S]*?)</table>"),
+  const std::regex table("<caption><span>([^<]*, against [^<]* question[^<]*)</span></caption>([\\s\\S]*?)</table>"),
       row("<tr[^>]*>([\\s\\S]*?)</tr>"), cell("<t[hd][^>]*>([^<]*)</t[hd]>");
   const auto all = [](const std::string& text, const std::regex& pattern) {
     return std::vector<std::smatch>(std::sregex_iterator(text.begin(), text.end(), pattern), {});
