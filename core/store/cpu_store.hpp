@@ -115,7 +115,13 @@ class CpuStore final : public Store {
   void swap_pages(int layer, int slot, int head, int a, int b);
   Applied store_head(int layer, int slot, int head, const std::uint8_t* levels);
   void outdated(int layer, int slot, int head, int page);
+  // goes_on: steps of this store follow. Otherwise it holds a copy.
+  Fit load(int slot, const std::vector<std::byte>& snapshot, bool goes_on);
+  bool has_pages_below(int slot) const;  // on the host alone
+  bool has_tail_below(int slot) const;   // a partly filled page on the host
   void read_snapshot(int slot, const std::vector<std::byte>& snapshot, Fit& fit);
+  template <class Reader>
+  SpillState read_spill_state(Reader& r) const;
   template <class Reader>
   Fit read_archive(int layer, int slot, int head, Reader& r);
   void exchange(int layer, int slot, int head, int a, int b);

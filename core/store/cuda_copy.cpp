@@ -91,6 +91,7 @@ std::shared_ptr<CpuStore> CudaStore::copy_of(int slot) const {
   out->used_[0] = used_[static_cast<std::size_t>(slot)];
   out->position_[0] = position(slot);
   out->step_[0] = steps(slot);
+  out->set_spill_state(0, spill_state(slot));
   const std::vector<PageEntry> tables[] = {entries(table_[0], slot), entries(table_[1], slot)};
   const std::vector<PageEntry> archive = options_.archive ? entries(archive_, slot) : std::vector<PageEntry>();
   std::vector<HostFrame> of_device;
@@ -150,7 +151,7 @@ Fit CudaStore::restore(int slot, const std::vector<std::byte>& snapshot) {
   close(slot);
   used_[static_cast<std::size_t>(slot)] = true;
   const auto from = CpuStore::for_one_slot(options_, workspace_.slot_bytes());
-  from->restore(0, snapshot);
+  from->load(0, snapshot, false);
   from->await_reloads({0});  // a CPU's row that waited; here no step would wait for it
   return copy_in(*from, slot);
 }
@@ -184,10 +185,12 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
     for (const PageEntry& e : from.table_[t]) needed[pool_of(t, e)] += e.frame != null_frame;
   for (const PageEntry& e : from.archive_) needed[host_pool] += e.frame != null_frame;
   if (needed[host_pool] > 0 && !open_host_tier()) return Fit::out_of_memory;
-  if (needed[host_pool] > 0) tails_stay_ = false;
-  spill(slot);  // some of its pages may be on the host alone
+  tails_stay_ = tails_stay_ && !from.has_tail_below(0);
   stale_ = true;
-  if (!reserve(needed)) return Fit::out_of_memory;
+  while (!reserve(needed)) {
+    const bool below = needed[host_pool] > 0 && free_bound_[host_pool] < needed[host_pool];
+    if (below || !spill_one()) return Fit::out_of_memory;  // others may have pages to spare
+  }
   stale_ = true;
   update();
   if (two_codecs()) note_lowered(0, in_all_layers({slot}));
@@ -252,6 +255,10 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
     workspace_.load_slot(slot, state.data());
   }
   for (const Pending& p : from.pending_) pending_.push_back(copied(p, slot, stream_));
+  set_spill_state(slot, from.spill_state(0));
+  for (int l = 0; spare_counts_ && l < s.layers; ++l)
+    copy_memory(spare_counts_.as<Spare>() + layer_slot(l, slot), &spare_[layer_slot(l, slot)], sizeof(Spare), stream_);
+  resume_spilling(slot, from.has_pages_below(0));
   copy_frames(of_device, false);
   synchronize(stream_);  // the copies read `from`, which the caller may free
   stale_ = true;

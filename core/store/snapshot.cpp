@@ -10,7 +10,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint64_t magic = 0x34766b62616c766bULL;  // "kvlabkv4"
+constexpr std::uint64_t magic = 0x35766b62616c766bULL;  // "kvlabkv5"
 constexpr std::uint8_t absent = 0xff;                   // in place of a codec
 
 // Every step is a bijection of the sum so far, so one changed byte always changes the sum.
@@ -144,6 +144,11 @@ std::vector<std::byte> CpuStore::save(int slot) const {
   const std::size_t at = out.size();
   out.resize(at + workspace_.slot_bytes());
   workspace_.save_slot(slot, out.data() + at);
+  const SpillState spill = spill_state(slot);
+  w.put(std::int32_t{spill.spilled});
+  w.put(spill.room);
+  for (const SpillState::OfLayer& of : spill.layers)
+    for (const std::int32_t v : {std::int32_t{of.placed}, of.step, of.room, of.spare.leave, of.spare.write}) w.put(v);
   const auto mine = [&](const Pending& p) { return p.slot == slot; };
   w.put(static_cast<std::int32_t>(std::count_if(pending_.begin(), pending_.end(), mine)));
   for (const Pending& p : pending_) {
@@ -168,7 +173,9 @@ std::vector<std::byte> CpuStore::save(int slot) const {
   return out;
 }
 
-Fit CpuStore::restore(int slot, const std::vector<std::byte>& snapshot) {
+Fit CpuStore::restore(int slot, const std::vector<std::byte>& snapshot) { return load(slot, snapshot, true); }
+
+Fit CpuStore::load(int slot, const std::vector<std::byte>& snapshot, bool goes_on) {
   close(slot);
   used_[static_cast<std::size_t>(slot)] = true;
   Fit fit = Fit::ok;
@@ -178,15 +185,36 @@ Fit CpuStore::restore(int slot, const std::vector<std::byte>& snapshot) {
   };
   try {
     read_snapshot(slot, snapshot, fit);
-    if (fit == Fit::ok) spill(slot);  // some of its pages may be on the host alone
-    // Where no row waits, nobody else would bring the pages before a step reads them.
-    if (fit == Fit::ok && !keeps_reloads()) fit = bring_pages(slot);
+    if (fit == Fit::ok && goes_on) {
+      resume_spilling(slot, has_pages_below(slot));
+      // Where no row waits, nobody else would bring the pages before a step reads them.
+      if (!keeps_reloads()) fit = bring_pages(slot);
+    }
   } catch (...) {
     empty();
     throw;
   }
   if (fit != Fit::ok) empty();
   return fit;
+}
+
+bool CpuStore::has_pages_below(int slot) const {
+  const Shape& s = options_.shape;
+  for (int layer = 0; layer < s.layers; ++layer)
+    for (int head = 0; head < s.kv_heads; ++head)
+      for (int page = 0; page * s.page_size < length(layer, slot, head); ++page)
+        if (entries(Tier::device, layer, slot, head)[page].frame == null_frame) return true;
+  return false;
+}
+
+bool CpuStore::has_tail_below(int slot) const {
+  const Shape& s = options_.shape;
+  for (int layer = 0; layer < s.layers; ++layer)
+    for (int head = 0; head < s.kv_heads; ++head)
+      if (const int n = length(layer, slot, head);
+          n % s.page_size > 0 && entries(Tier::host, layer, slot, head)[n / s.page_size].frame != null_frame)
+        return true;
+  return false;
 }
 
 std::shared_ptr<CpuStore> CpuStore::for_one_slot(StoreOptions options, std::size_t state_bytes) {
@@ -200,7 +228,7 @@ std::shared_ptr<CpuStore> CpuStore::for_one_slot(StoreOptions options, std::size
 
 Store::Aside CpuStore::set_aside(int slot) const {
   auto out = for_one_slot(options_, workspace_.slot_bytes());
-  if (out->restore(0, save(slot)) != Fit::ok) throw Error(Errc::internal, "a copy of a slot does not fit");
+  if (out->load(0, save(slot), false) != Fit::ok) throw Error(Errc::internal, "a copy of a slot does not fit");
   return out;
 }
 
@@ -216,6 +244,25 @@ Fit CpuStore::read_archive(int layer, int slot, int head, Reader& r) {
   for (int page = 0; page < pages; ++page)
     std::memcpy(host_.at(archive_entries(layer, slot, head)[page].frame), r.bytes(bytes), bytes);
   return Fit::ok;
+}
+
+template <class Reader>
+Store::SpillState CpuStore::read_spill_state(Reader& r) const {
+  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  const Shape& s = options_.shape;
+  SpillState out{.spilled = r.number("spilled", 0, 1) != 0,
+                 .room = r.number("pages that stay", 0, static_cast<std::int64_t>(pages_per_head_)),
+                 .layers = {}};
+  for (int layer = 0; layer < s.layers; ++layer) {
+    SpillState::OfLayer of;
+    of.placed = r.number("placed", 0, 1) != 0;
+    of.step = r.number("step of a place edit", 0, s.max_tokens);
+    of.room = r.number("room of a place edit", -most - 1, most);
+    of.spare.leave = r.number("pages that may leave", 0, most);
+    of.spare.write = r.number("pages to write", 0, most);
+    out.layers.push_back(of);
+  }
+  return out;
 }
 
 void CpuStore::read_snapshot(int slot, const std::vector<std::byte>& snapshot, Fit& fit) {
@@ -252,10 +299,11 @@ void CpuStore::read_snapshot(int slot, const std::vector<std::byte>& snapshot, F
             throw Error(Errc::data,
                         "saved cache: got codec " + std::to_string(codec) + ", wanted a declared one, in order");
           PageEntry& e = entries(tier, layer, slot, head)[page];
-          if (!take(tier, e, codec)) {
-            fit = Fit::out_of_memory;
-            return;
-          }
+          while (!take(tier, e, codec))
+            if (tier == Tier::host || !spill_one()) {  // others may have pages to spare
+              fit = Fit::out_of_memory;
+              return;
+            }
           lower_pages_[head_index(layer, slot, head)] += codec > 0;
           if (tier == Tier::host && packs()) e.packed = r.get<std::uint8_t>();
           e.tokens = static_cast<std::uint16_t>(std::min(s.page_size, n - page * s.page_size));
@@ -273,6 +321,7 @@ void CpuStore::read_snapshot(int slot, const std::vector<std::byte>& snapshot, F
       if (fit != Fit::ok) return;
     }
   workspace_.load_slot(slot, r.bytes(workspace_.slot_bytes()));
+  set_spill_state(slot, read_spill_state(r));
   const std::int32_t waiting = r.number("edits to come", 0, std::numeric_limits<std::int32_t>::max());
   for (std::int32_t i = 0; i < waiting; ++i) {
     Edit e;

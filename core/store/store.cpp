@@ -184,6 +184,35 @@ void Store::spill(int slot, int room) {
   mark_spilled(slot, room);
 }
 
+Store::SpillState Store::spill_state(int slot) const {
+  SpillState s{.spilled = spills(slot), .room = slot_room(slot), .layers = {}};
+  for (int layer = 0; layer < options_.shape.layers; ++layer) {
+    const std::size_t at = layer_slot(layer, slot);
+    s.layers.push_back({placed_[at], placed_step_[at], placed_room_[at], spare_[at]});
+  }
+  return s;
+}
+
+void Store::set_spill_state(int slot, const SpillState& s) {
+  spilled_[static_cast<std::size_t>(slot)] = s.spilled;
+  slot_room_[static_cast<std::size_t>(slot)] = s.room;
+  for (int layer = 0; layer < options_.shape.layers; ++layer) {
+    const std::size_t at = layer_slot(layer, slot);
+    const SpillState::OfLayer& of = s.layers[static_cast<std::size_t>(layer)];
+    placed_[at] = of.placed, placed_step_[at] = of.step, placed_room_[at] = of.room, spare_[at] = of.spare;
+  }
+}
+
+void Store::resume_spilling(int slot, bool below) {
+  bool known = true;
+  for (int layer = 0; layer < options_.shape.layers; ++layer)
+    known = known && (!placed_[layer_slot(layer, slot)] || places_[static_cast<std::size_t>(layer)].list.slots);
+  if (!known || (below && !spills(slot)))
+    spill(slot);
+  else if (spilled_[static_cast<std::size_t>(slot)])
+    mark_spilled(slot, slot_room(slot));
+}
+
 std::int64_t Store::spare_pages(int slot) const {
   std::int64_t sum = 0;
   for (int layer = 0; layer < options_.shape.layers; ++layer)

@@ -159,9 +159,10 @@ class Store {
   // pins. The result is scratch or the edit's own list; it ascends and has no repeats.
   IndexList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w);
 
-  // save returns a sequence's whole cache, with token state, tiers, counters and waiting edits. restore replaces the
-  // contents of any open slot by such bytes, on either device. It throws Errc::data for damaged bytes or those of
-  // another kind of store. A slot whose restore threw or did not fit is empty.
+  // save returns a sequence's whole cache, with token state, tiers, counters, waiting edits and whether it has spilled.
+  // restore replaces the contents of any open slot by such bytes, on either device. Where frames run short, others
+  // spill. It throws Errc::data for damaged bytes or those of another kind of store. A slot whose restore threw or did
+  // not fit is empty.
   virtual std::vector<std::byte> save(int slot) const = 0;
   virtual Fit restore(int slot, const std::vector<std::byte>& snapshot) = 0;
   // A sequence's whole cache in host memory: slot 0 of a store of its own, with as many bytes of each tier. set_aside
@@ -286,6 +287,22 @@ class Store {
   void spill(int slot, int room = 0);
   int slot_room(int slot) const { return slot_room_[static_cast<std::size_t>(slot)]; }
   void spill_at_once();  // and those of all slots
+  // Whether a sequence has spilled, and what a spill of it would do. A saved cache has it.
+  struct SpillState {
+    struct OfLayer {
+      bool placed = false;
+      std::int32_t step = 0, room = 0;
+      Spare spare;
+    };
+    bool spilled = false;
+    std::int32_t room = 0;
+    std::vector<OfLayer> layers;
+  };
+  SpillState spill_state(int slot) const;
+  void set_spill_state(int slot, const SpillState& s);
+  // A sequence with such numbers came back, to go on. below: it has pages on the host alone. It spills as a whole then,
+  // unless it had spilled, and where this store has not seen the place edits that a spill would carry out.
+  void resume_spilling(int slot, bool below);
   std::int64_t spare_pages(int slot) const;
   std::int64_t spare_pages() const;            // of all slots that the host has room for
   std::int64_t left_to_write(int slot) const;  // pages_to_write before a slot's first spill

@@ -37,7 +37,7 @@ struct Cells : test::CellFixture {
     experiment.backend = backend;
     model = load_model(*open_model("synthetic/tiny", "", "."), DType::bf16, "synthetic/tiny",
                        experiment.backend == "cuda" ? Device::cuda : Device::cpu);
-    if (for_pages > 0) leave_for_pages(for_pages, 2);
+    if (for_pages > 0) leave_for_pages(for_pages, experiment.batch);
     return CellFixture::run();
   }
 };
@@ -213,6 +213,39 @@ TEST_CASE("cuda cell: answers are drawn while steps are graphs, and are the same
     REQUIRE(wanted.size() == 9);
     CHECK(wanted.at({0, 0, 0}) != wanted.at({0, 0, 1}));
     for (const int batch : {2, 6}) CHECK(drawn_texts(3, 1.5, batch) == wanted);
+  }
+}
+
+TEST_CASE("cuda cell: drawn answers whose prompt is restored leave pages on the device while memory suffices") {
+  for (const char* policy : {"{freekv: {sinks: 8, window: 8, budget: {tokens: 32}}}",
+                             "{flexicache: {unstable_heads: false, budget: {tokens: 32}, rerank_every: 4}}"}) {
+    CAPTURE(policy);
+    Cells cells(policy);
+    cells.experiment.metrics = {Metric::score, Metric::memory};
+    cells.experiment.batch_invariant = true;
+    cells.items.items.clear();
+    cells.add(test::test_text(120, 512, 5), {}, 24);
+    const TaskItems questions = cells.items;
+    const auto run = [&](int draws, int batch, std::int64_t for_pages) {
+      cells.experiment.sampling.temperature = 1.5;
+      cells.experiment.sampling.draws = draws;
+      cells.experiment.batch = batch;
+      cells.items = drawn(questions, draws, "");
+      const auto result = cells.run("cuda", for_pages);
+      CHECK(result.summary.error == "");
+      return result;
+    };
+    const auto once = run(1, 1, 0), roomy = run(3, 1, 0);
+    CHECK(once.summary.host_bytes_peak == 0);
+    CHECK(roomy.summary.host_bytes_peak == 0);
+    CHECK(roomy.summary.device_bytes_peak >= once.summary.device_bytes_peak);
+    // Room for two prompts and a half: the third draw comes back where the others' pages were.
+    const std::int64_t prompt =
+        Engine(cells.model, cell_policy(cells.input()), engine_options(cells.input(), 1)).full_bytes(120);
+    const auto pressed = run(3, 3, prompt * 5 / 2);
+    CHECK(pressed.summary.host_bytes_peak > 0);
+    REQUIRE(pressed.samples.size() == 3);
+    for (std::size_t i = 0; i < 3; ++i) CHECK(pressed.samples[i].output == roomy.samples[i].output);
   }
 }
 

@@ -250,6 +250,15 @@ TEST_CASE("cuda store: when frames run short the pages leave first that the orde
   }
 }
 
+TEST_CASE("cuda store: a sequence that comes back spills as it would have, and only if it had or frames run short") {
+  StoreFixture f;
+  f.options.host_pages = true, f.options.spill = Spill::pressure;
+  f.options.device_limit = 52 * frame_layout(f.options, {}).bytes;  // a place edit reserves a frame for each head
+  OnDevice memory;
+  CudaStore store(f.options, memory.stream()), fresh(f.options, memory.stream());
+  check_spills_after_restore(scene_of(store, f, memory), scene_of(fresh, f, memory), 4);
+}
+
 TEST_CASE("cuda store: each part of a spill gives frames back where heads of a layer differ much in length") {
   for (const bool both : {true, false}) {
     CAPTURE(both);

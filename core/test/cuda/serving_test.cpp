@@ -277,6 +277,47 @@ TEST_CASE("cuda serving: sequences spill to make room for others, as far as the 
   CHECK(known == 2);
 }
 
+// Answers are long, so requests are set aside while others spill, and come back beside them.
+TEST_CASE("serving: requests that come back fit where others have pages to spare, and have the texts they have alone") {
+  int known = 0;
+  for (const Subject& s : subjects().list()) {
+    if (s.label != "freekv" && s.label != "flexicache") continue;
+    ++known;
+    const PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, 40);
+    for (const Device device : {Device::cpu, Device::cuda}) {
+      CAPTURE(s.label, static_cast<int>(device));
+      const auto m = device == Device::cuda ? model() : fresh_tiny_model("llama-gqa3", DType::bf16, device);
+      std::vector<Request> requests(quick() ? 3 : 5);
+      for (std::size_t i = 0; i < requests.size(); ++i) {
+        requests[i].prompt = test_text(40 + 8 * static_cast<int>(i), m->config.vocab, static_cast<unsigned>(i) + 1);
+        requests[i].max_new = 40;
+      }
+      EngineOptions o = options(1, 0);
+      o.device = device;
+      o.batch_invariant = device == Device::cuda;
+      o.max_tokens = 128;
+      o.budget = spec.budget;
+      o.spill = Spill::pressure;
+      const std::int64_t sequence = Engine(m, subjects().policy(full_spec()), o).full_bytes(96);
+      const Outcome alone = serve(m, spec, requests, o);
+      o.slots = 3;
+      int preemptions = 0;
+      for (const int eighths : {10, 12})
+        for (const int on_host : {1, 4}) {
+          if (quick() && device == Device::cuda && on_host == 4) continue;
+          CAPTURE(eighths, on_host);
+          o.device_limit = sequence * eighths / 8;
+          o.host_limit = sequence * on_host;
+          const Outcome together = serve(m, spec, requests, o);
+          CHECK(together.texts == alone.texts);
+          preemptions += together.preemptions;
+        }
+      CHECK(preemptions > 0);
+    }
+  }
+  CHECK(known == 2);
+}
+
 // The first step brings all that it chooses: no page leaves for it. How many pages later ones need follows from the
 // text. A step that finds too few frames is of no use and runs again with fewer rows. One row alone is out of memory.
 TEST_CASE("serving: steps that bring more pages than leave need frames, and fewer rows where there are too few") {

@@ -415,6 +415,35 @@ TEST_CASE("drawn answers are the same in any batch, in any company and from a re
   }
 }
 
+TEST_CASE("drawn answers whose prompt is restored leave pages on the device while memory suffices") {
+  for (const char* policy : {"{freekv: {sinks: 8, window: 8, budget: {tokens: 32}}}",
+                             "{flexicache: {unstable_heads: false, budget: {tokens: 32}, rerank_every: 4}}"}) {
+    CAPTURE(policy);
+    Fixture f(test::policy_of(policy, 8));
+    f.experiment.metrics = {Metric::score, Metric::memory};
+    for (int i = 0; i < 2; ++i) f.add(f.text(120 + 9 * i, static_cast<unsigned>(i) + 1), {}, 24);
+    const TaskItems questions = f.items;
+    const auto run = [&](int draws, int batch) {
+      f.experiment.sampling = warm(draws);
+      f.experiment.batch = batch;
+      f.items = drawn(questions, draws, "");
+      const results::CellResult result = f.run();
+      CHECK(result.summary.error == "");
+      return result;
+    };
+    const results::CellResult once = run(1, 1), roomy = run(3, 1);
+    CHECK(once.summary.host_bytes_peak == 0);
+    CHECK(roomy.summary.host_bytes_peak == 0);
+    CHECK(roomy.summary.device_bytes_peak >= once.summary.device_bytes_peak);
+    // Room for two prompts and a half: the third draw comes back where the others' pages were.
+    const std::int64_t prompt = Engine(f.model, cell_policy(f.input()), engine_options(f.input(), 1)).full_bytes(129);
+    f.leave_for_pages(prompt * 5 / 2, 3);
+    const results::CellResult pressed = run(3, 3);
+    CHECK(pressed.summary.host_bytes_peak > 0);
+    CHECK(texts_of(pressed) == texts_of(roomy));
+  }
+}
+
 TEST_CASE("temperature 0 gives the most likely answers") {
   Fixture f;
   f.experiment.metrics = {Metric::score};

@@ -539,6 +539,14 @@ TEST_CASE("when frames run short the pages leave first that the order ranks lowe
   }
 }
 
+TEST_CASE("a sequence that comes back spills as it would have, and only if it had or frames run short") {
+  Placed f;
+  f.options.spill = Spill::pressure;
+  f.options.device_limit = 48 * frame_layout(f.options, {}).bytes;
+  CpuStore store(f.options), fresh(f.options);
+  check_spills_after_restore(scene_of(store, f), scene_of(fresh, f), 0);
+}
+
 TEST_CASE("each part of a spill gives frames back where heads of a layer differ much in length") {
   for (const bool both : {true, false}) {
     CAPTURE(both);

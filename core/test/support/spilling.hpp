@@ -97,6 +97,80 @@ inline void check_order_of_leaving(const SpillScene& x, bool ordered, int margin
   x.store.check_invariants();
 }
 
+// The heads of check_order_of_leaving. Between the spills the sequence is saved and comes back: to its slot and to
+// another one, by bytes and by way of host memory. fresh: a store like it, in which nobody has placed pages.
+inline void check_spills_after_restore(const SpillScene& x, const SpillScene& fresh, int margin) {
+  using Pages = std::vector<std::int32_t>;
+  const LastingPlaces places(x.store), unseen(fresh.store);
+  const int b = x.store.open();
+  int a = x.store.open();
+  x.fill(a, 40);
+  const auto before = x.tokens(1, a, 1);
+  const std::vector<float> ranks{3, 9, 1, 7, 5, 0, 8, 2, 6, 4};
+  const auto keep = [&](int page) {
+    for (int layer = 0; layer < 2; ++layer) REQUIRE(places.place(a, layer, page, ranks).fit == Fit::ok);
+  };
+  const auto come_back = [&] {
+    const std::int64_t spare = x.spare();
+    REQUIRE(x.store.restore(a, x.store.save(a)) == Fit::ok);
+    CHECK(x.spare() == spare);
+    const Store::Aside aside = x.store.set_aside(a);
+    const int other = a == 1 ? 2 : 1;
+    x.store.close(a);
+    REQUIRE((x.store.open(), x.store.open()) == 2);
+    x.store.close(3 - other);
+    a = other;
+    REQUIRE(x.store.bring_back(a, aside) == Fit::ok);
+    CHECK(x.spare() == spare);
+    x.store.check_invariants();
+  };
+  keep(1);
+  const auto saved = x.store.save(a);
+  come_back();
+  CHECK(x.spare() == 4 * 8);
+  CHECK(x.store.page_bytes(Tier::host) == 0);
+  x.fill(b, 16);
+  CHECK(x.on_device(1, a, 1) == Pages{1, 3, 4, 6, 8, 9});
+  come_back();
+  CHECK(x.on_device(1, a, 1) == Pages{1, 3, 4, 6, 8, 9});
+  x.fill(b, 16);
+  CHECK(x.on_device(1, a, 1) == Pages{1, 3, 6, 9});
+  come_back();
+  keep(5);  // the head has room for four pages still
+  CHECK(x.on_device(1, a, 1) == Pages{1, 5, 6, 9});
+  x.fill(b, 4 + margin);
+  CHECK(x.on_device(1, a, 1) == Pages{1, 5, 9});
+  CHECK(x.spare() == 4);
+  CHECK(x.store.spill_rounds() == 3);
+  x.fill(b, 4);
+  CHECK(x.on_device(1, a, 1) == Pages{5, 9});
+  CHECK(x.store.spill_rounds() == 4);
+  come_back();
+  CHECK(x.spare() == 0);
+  keep(2);
+  CHECK(x.on_device(1, a, 1) == Pages{2, 9});
+  CHECK(x.tokens(1, a, 1) == before);
+
+  // A cache that comes back takes the frames of another that has not spilled.
+  x.store.close(a), x.store.close(b);
+  a = x.store.open();
+  REQUIRE(x.store.restore(a, saved) == Fit::ok);
+  const int c = x.store.open();
+  REQUIRE(x.store.restore(c, saved) == Fit::ok);
+  CHECK(x.on_device(1, a, 1).size() == (margin > 0 ? 3 : 2));
+  CHECK(x.on_device(1, c, 1).size() == 10);
+  CHECK(x.tokens(1, a, 1) == before);
+  CHECK(x.tokens(1, c, 1) == before);
+  x.store.check_invariants();
+
+  const int only = fresh.store.open();
+  REQUIRE(fresh.store.restore(only, saved) == Fit::ok);
+  CHECK(fresh.spare() == 0);
+  for (int layer = 0; layer < 2; ++layer) REQUIRE(unseen.place(only, layer, 1, ranks).fit == Fit::ok);
+  CHECK(fresh.on_device(1, only, 1) == Pages{1, 9});
+  fresh.store.check_invariants();
+}
+
 // Head 0 of slot `a` has 60 pages, head 1 has 10, in one layer. The edit is for both or for head 1 alone, and keeps two
 // pages of each. So 66 or 8 pages can leave, each time half of them. other_heads: HeadClass of head 0.
 inline void check_ragged_spill(const SpillScene& x, int a, int b, bool both, const std::uint8_t* other_heads) {
