@@ -167,7 +167,10 @@ class FlexiCache final : public kvlab::Policy, public kvlab::PreparesSteps {
   kvlab::Pins pins_;
   kvlab::PageChoice choice_;
   std::vector<std::uint8_t> marks_;  // [layer, kv_head]
-  std::vector<bool> decoded_;        // [slot] whether its sequence has made a step
+  // [slot] whether its sequence has made a step. A saved cache does not have it: with first_query: step, a sequence
+  // that comes back behind its first step makes no choice at its next prompt, and its heads keep theirs until they are
+  // due.
+  std::vector<bool> decoded_;
   kvlab::KeptPages chosen_;
   kvlab::KeptPageOrder order_;  // in which pages leave when device memory runs short
   kvlab::PageOrderRenewal renewal_;
@@ -190,7 +193,8 @@ KVLAB_PLUGIN(
         .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
         .param("pause", false, "a sequence sits steps out until its pages are there; false: they come beside the step")
         .param("first_query", FirstQuery::prompt,
-               "of stable heads' first choice: the prompt's last, or the first step's, which waits for its pages")
+               "of stable heads' first choice: the prompt's last, or the first step's, which waits for its pages; "
+               "steps are no CUDA graphs then, and the oldest pages leave first when memory runs short")
         .param("dense_layers", 0, 0, kvlab::any, "first layers that attend to everything")
         .param("summary_bits", 16, 8, 16, "of a number of a page's summary: 16, in the run's dtype, or 8, in codes")
         .component("reranking", "stable heads choose again while decoding; off = the prompt's choice stays")
