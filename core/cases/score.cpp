@@ -545,7 +545,7 @@ void check_turned(OnCache& x) {
   }
   turns.sequence = x.place.put(sequence);
   turns.calls = x.place.put(View<std::uint32_t, 1>::dense(calls.data(), {slots}));
-  bool used = false;
+  ops::InjectedUse used;
   const ops::Injected injected{nullptr, &turns, &used};
   PagedKv with = x.there;
   with.injected = &injected;
@@ -555,7 +555,7 @@ void check_turned(OnCache& x) {
   x.check.that("injected turns are marked", x.place.get(drawn_there) == drawn);
   x.check.that("calls are counted", x.place.get(turns.calls) == later);
   x.check.equal("the queries are kept", x.place.get(injected_there), x.place.get(there), 0);
-  x.check.that("the injection is noted", used);
+  x.check.that("the injection is noted", used.turns && !used.lists && !used.drift);
 
   for (int r = 0; r < x.kv.rows; ++r)
     for (int h = 0; h < x.kv.kv_heads; ++h) {

@@ -370,7 +370,7 @@ void check_pages(const PageCase& c, Device device, Check& check) {
   lists.state = place.put(wanted_lists.state);
   lists.sequence = place.put(sequence);
   lists.overlap = wanted_lists.overlap;
-  bool used = false;
+  ops::InjectedUse used;
   const ops::Injected injected{&lists, nullptr, &used};
   PagedKv with = there;
   with.injected = &injected;
@@ -387,7 +387,7 @@ void check_pages(const PageCase& c, Device device, Check& check) {
     check.equal("counts", place.get(kept.count), none.count);
     check.equal("entries", place.get(kept.index), none.index);
   }
-  check.that("the injection is noted", used);
+  check.that("the injection is noted", used.lists && !used.turns && !used.drift);
   check.that("memory around inputs and outputs is as it was", place.margins_intact());
 }
 
@@ -630,7 +630,7 @@ void check_layers(Place& place, const OfLayers& o, Check& outer) {
   std::uint32_t *const state_apart = zeros(), *const state_together = zeros();
   const auto* const sequences = place.put(std::vector<std::uint32_t>(static_cast<std::size_t>(o.rows), 5));
   const auto choose = [&](int l, const IndexList& lists) {
-    bool used = false;
+    ops::InjectedUse used;
     ops::InjectArgs others;
     others.state = View<std::uint32_t, 3>::dense(
         (lists.index.data == apart.index.data ? state_apart : state_together) + l * heads * words,

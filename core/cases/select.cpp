@@ -307,7 +307,7 @@ void check_drifted(Place& place, Check& check) {
     const ops::InjectedDrift drift{300'000, sequence.data(), static_cast<int>(n % 5), n};
     ops::InjectedDrift drift_there = drift;
     drift_there.sequence = place.put(sequence);
-    bool used = false;
+    ops::InjectedUse used;
     const ops::Injected injected{.used = &used, .drift = &drift_there};
     if (injects) there.injected = &injected;
     const std::int64_t room = kv.table.extent[2] * 16;
@@ -381,7 +381,7 @@ void check_drifted(Place& place, Check& check) {
       check.that("drifted heads are marked", place.get(drifted) == wanted);
       for (auto& x : count_of_steps) ++x;
     }
-    check.that("the injection is noted", used == injects);
+    check.that("the injection is noted", used.drift == injects);
   }
 }
 
@@ -482,7 +482,7 @@ void check_drift_in_layers(Place& place, Check& check) {
       const auto observe = [&](int l, Written& w) {
         const Layer& of = all[count_of(l)];
         const ops::InjectedDrift drift{400'000, sequence, l, n};
-        bool used = false;
+        ops::InjectedUse used;
         const ops::Injected injected{.used = &used, .drift = &drift};
         PagedKv kv = of.kv;
         if (injects) kv.injected = &injected;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/log.hpp"
 #include "compose/forwarding.hpp"
 
 namespace kvlab {
@@ -128,7 +129,7 @@ class InjectedPolicy final : public ForwardingPolicy {
     inner().observe(with_injection(step, step.steps), edits, s);
   }
   void finish_step(const Step& step, Edits& edits, Stream s) override {
-    if (!used_) refuse();
+    if (!checked_) check();
     inner().finish_step(step, edits, s);
   }
 
@@ -156,17 +157,30 @@ class InjectedPolicy final : public ForwardingPolicy {
     return with;
   }
 
-  [[noreturn]] void refuse() const {
-    std::string ops;
-    const auto add = [&](bool replaced, const char* name) {
-      if (replaced) ops += (ops.empty() ? "" : " and no ") + std::string(name);
+  // A policy has called in its first decode step what it ever calls.
+  void check() {
+    checked_ = true;
+    std::string keys, ops;
+    const auto add = [](std::string& to, const char* between, const std::string& name) {
+      to += (to.empty() ? "" : between) + name;
     };
-    add(injection_.lists(), "ops::score_pages"), add(injection_.correction.has_value(), "ops::turned_heads");
-    add(injection_.drift.has_value(), "ops::drifted_by_logits");
-    throw Error(Errc::config,
-                "got inject with policy '" + name_ + "', whose decode step called no " + ops +
-                    ", wanted one that does: inject replaces what these ops find",
-                injection_.where);
+    const auto look = [&](bool injects, bool used, const std::string& key, const char* op) {
+      if (injects && !used) add(keys, " and ", key), add(ops, " and no ", op);
+    };
+    const std::string lists = injection_.recorded         ? "trace"
+                              : injection_.rerank_overlap ? "overlap and rerank_overlap"
+                                                          : "overlap";
+    look(injection_.lists(), used_.lists, lists, "ops::score_pages");
+    look(injection_.correction.has_value(), used_.turns, "correction", "ops::turned_heads");
+    look(injection_.drift.has_value(), used_.drift, "drift", "ops::drifted_by_logits");
+    if (!used_.lists && !used_.turns && !used_.drift)
+      throw Error(Errc::config,
+                  "got inject with policy '" + name_ + "', whose decode step called no " + ops +
+                      ", wanted one that does: inject replaces what these ops find",
+                  injection_.where);
+    if (!keys.empty())
+      log::warn("got inject of " + keys + " with policy '" + name_ + "', whose decode step called no " + ops +
+                ", wanted one that does: these keys change nothing in it");
   }
 
   std::string name_;
@@ -176,7 +190,8 @@ class InjectedPolicy final : public ForwardingPolicy {
   ops::InjectedTurns turns_;
   ops::InjectedDrift drift_;
   ops::Injected injected_;
-  bool used_ = false;
+  ops::InjectedUse used_;
+  bool checked_ = false;
 };
 
 }  // namespace

@@ -70,7 +70,7 @@ class Injector {
 
 // The policy with an injection into ops::score_pages, ops::turned_heads and ops::drifted_by_logits. A recorded list
 // replaces a decode step's choice, not that of a prompt. A decode step throws Errc::config if the policy has called
-// none of the ops by then.
+// none of the ops by then. It warns of keys whose op the policy has not called.
 std::unique_ptr<Policy> injected(std::shared_ptr<Policy> policy, const std::string& name, Injection injection);
 
 }  // namespace kvlab

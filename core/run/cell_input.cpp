@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
+#include <utility>
 
+#include "base/log.hpp"
 #include "experiment/build_policy.hpp"
 #include "run/device.hpp"
 #include "run/recorded.hpp"
@@ -26,9 +29,27 @@ EngineOptions engine_options(const CellInput& in, int slots) {
   return o;
 }
 
+namespace {
+
+// A selector has lists alone. Policies warn themselves, when they run (compose/injection.hpp).
+void warn_of_inject(const InjectSpec& inject, const std::string& policy) {
+  const std::pair<const char*, bool> keys[] = {{"rerank_overlap", inject.rerank_overlap.has_value()},
+                                               {"correction", inject.correction.has_value()},
+                                               {"drift", inject.drift.has_value()}};
+  std::string unused;
+  for (const auto& [key, set] : keys)
+    if (set) unused += (unused.empty() ? "" : " and ") + std::string(key);
+  if (!unused.empty())
+    log::warn("got inject of " + unused + " with selector '" + policy +
+              "', wanted a policy that chooses by itself: these keys change nothing in it");
+}
+
+}  // namespace
+
 std::shared_ptr<Policy> cell_policy(const CellInput& in) {
   const InjectSpec& inject = in.experiment->inject;
   if (!inject.used(in.policy())) return build_policy(in.policy(), *in.catalog, in.profile.get());
+  if (!in.policy().policy) warn_of_inject(inject, in.policy().name);
   Injection injection;
   const auto millionths = [](double share) { return static_cast<std::int32_t>(std::lround(share * 1e6)); };
   if (inject.overlap) injection.overlap = millionths(*inject.overlap);

@@ -8,11 +8,16 @@ struct InjectArgs;
 struct InjectedTurns;
 struct InjectedDrift;
 
+// What ops have replaced something of.
+struct InjectedUse {
+  bool lists = false, turns = false, drift = false;
+};
+
 // What replaces a policy's choices in a layer. PagedKv::injected points to it. Host memory.
 struct Injected {
   const InjectArgs* lists = nullptr;     // of score_pages, which adds cache, list, pins and heads; null = its own
   const InjectedTurns* turns = nullptr;  // of turned_heads; null = its own
-  bool* used = nullptr;                  // becomes true when an op replaces something
+  InjectedUse* used = nullptr;           // an op that replaces something says so
   const InjectedDrift* drift = nullptr;  // of drifted_heads and drifted_by_logits; null = their own
 };
 

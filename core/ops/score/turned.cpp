@@ -37,7 +37,7 @@ void turned_heads(const Tensor<3>& queries, const PagedKv& kv, View<float, 3> la
   if (turned.extent[0] != last.extent[0] || turned.extent[1] < kv.kv_heads)
     fail(Errc::internal, op, "got too few flags, wanted [slot, kv_head]");
   const InjectedTurns* injected = kv.injected ? kv.injected->turns : nullptr;
-  if (injected) *kv.injected->used = true;
+  if (injected) kv.injected->used->turns = true;
   if (s.device() == Device::cuda) {
     run_put_off();
     if (kv.injected || !may_put_off()) return on_cuda<turned_heads>(queries, kv, last, threshold, turned, s);

@@ -40,7 +40,7 @@ void check_watch(const PagedKv& kv, const DriftWatch& watch, int window, const c
 
 InjectedDrift injected_drift(const PagedKv& kv) {
   if (!kv.injected || !kv.injected->drift) return {};
-  *kv.injected->used = true;
+  kv.injected->used->drift = true;
   return *kv.injected->drift;
 }
 
@@ -59,7 +59,7 @@ void check_drift(const DriftedHeads& c, const char* op) {
 void DriftedHeads::run(const std::vector<DriftedHeads>& calls) {
   if (!cuda_reach_from_host()) return only_on_cuda<drifted_in_layers>(calls);
   for (const DriftedHeads& c : calls) {
-    bool used = false;
+    InjectedUse used;
     const Injected injected{.used = &used, .drift = &c.injected};  // what the call's cache points to may be gone
     PagedKv kv = c.kv;
     kv.injected = c.injected.sequence ? &injected : nullptr;

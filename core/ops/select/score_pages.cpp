@@ -179,7 +179,7 @@ InjectArgs injected(const PagedKv& kv, const PageChoice& c, const PageList& out)
   a.pins = c.leave_out;
   a.pins.newest_page = c.newest_page;
   a.heads = c.heads;
-  *kv.injected->used = true;
+  kv.injected->used->lists = true;
   return a;
 }
 

@@ -444,6 +444,47 @@ TEST_CASE("a policy that asks for nothing that is injected fails, with the place
   CHECK_THAT(error({}, {}), Catch::Contains("called no ops::drifted_by_logits, wanted one"));
 }
 
+TEST_CASE("a policy that asks for a part of what is injected warns of the other keys") {
+  const auto warnings = [](test::CellFixture& cells, const std::shared_ptr<const Profile>& profile = {}) {
+    CellInput in = cells.input();
+    in.profile = profile;
+    const auto summary = run_cell(in).summary;
+    CHECK(summary.error == "");
+    CHECK(summary.labels.find("injected") != std::string::npos);
+    return summary.warnings;
+  };
+  const auto inject = [](test::CellFixture& cells, bool lists, bool turns, bool drift) {
+    if (lists) cells.experiment.inject.overlap = .5;
+    if (turns) cells.experiment.inject.correction = .5;
+    if (drift) cells.experiment.inject.drift = .5;
+  };
+  Speculation speculation;
+  inject(speculation, true, true, false);
+  CHECK(warnings(speculation) == "");
+  inject(speculation, true, true, true);
+  CHECK(warnings(speculation) ==
+        "got inject of drift with policy 'freekv', whose decode step called no ops::drifted_by_logits, wanted one that "
+        "does: these keys change nothing in it");
+  Cells flexible;
+  flexible.experiment.policies = {
+      test::policy_of("{flexicache: {rerank_every: 4, unstable_heads: false, budget: {tokens: 40}}}", page_size)};
+  inject(flexible, true, true, true);
+  CHECK_THAT(warnings(flexible), Catch::Contains("got inject of correction and drift with policy 'flexicache'") &&
+                                     Catch::Contains("called no ops::turned_heads and no ops::drifted_by_logits"));
+  test::Drifting drifting(test::tiny_model("llama-gqa3"));
+  inject(drifting, false, false, true);
+  CHECK(warnings(drifting, drifting.roles) == "");
+  inject(drifting, true, false, true);
+  drifting.experiment.inject.rerank_overlap = .5;
+  CHECK_THAT(warnings(drifting, drifting.roles),
+             Catch::Contains("got inject of overlap and rerank_overlap with policy 'heterocache'"));
+  Cells selector;
+  inject(selector, true, false, false);
+  CHECK(warnings(selector) == "");
+  inject(selector, true, true, true);
+  CHECK_THAT(warnings(selector), Catch::Contains("got inject of correction and drift with selector 'quest'"));
+}
+
 TEST_CASE("lists of a traced cell are injected again, the same ones") {
   for (const int dense : {0, 1}) {
     CAPTURE(dense);

@@ -29,7 +29,7 @@ int turned(std::int32_t share, float threshold, bool known = true, std::vector<s
   std::vector<std::uint8_t> flags(rows * kv_heads);
   std::vector<std::uint32_t> count(rows);
   ops::InjectedTurns turns{share, sequence.data(), View<std::uint32_t, 1>::dense(count.data(), {rows}), 1, 9};
-  bool used = false;
+  ops::InjectedUse used;
   const ops::Injected injected{nullptr, &turns, &used};
   kv.injected = &injected;
   int out = 0;
@@ -40,7 +40,7 @@ int turned(std::int32_t share, float threshold, bool known = true, std::vector<s
     for (const auto f : flags) out += f;
     if (all) all->insert(all->end(), flags.begin(), flags.end());
   }
-  CHECK(used);
+  CHECK(used.turns);
   return out;
 }
 
