@@ -80,7 +80,14 @@ class LeanKv final : public kvlab::Policy {
           kvlab::Errc::config,
           "got greatest: score with queries: all, wanted queries: last_64: the greatest score of each query is "
           "not in the sums that attention leaves of all queries");
-    if (!p.get<bool>("token_differentiation")) rule_.high_from = rule_.low_from;
+    const auto text = [&](const char* name) {
+      return std::string(name) + ": " + kvlab::Choices<Bits>::all[static_cast<std::size_t>(p.get<Bits>(name))].second;
+    };
+    if (!p.get<bool>("token_differentiation"))
+      rule_.high_from = rule_.low_from;
+    else if (codecs_[1].k.bits > codecs_[0].k.bits || codecs_[1].v.bits > codecs_[0].v.bits)
+      throw kvlab::Error(kvlab::Errc::config,
+                         "got " + text("low") + " beside " + text("high") + ", wanted no more bits than high has");
   }
 
   std::vector<kvlab::CodecSpec> codecs() const override { return codecs_; }
@@ -152,7 +159,7 @@ class LeanKv final : public kvlab::Policy {
 KVLAB_PLUGIN(
     kvlab::policy<LeanKv>("leankv", "important tokens in more bits, others in fewer or dropped (Zhang et al. 2024)")
         .param("high", Bits::k8v4, "codec of high tokens: bits of keys, bits of values")
-        .param("low", Bits::k4v2, "codec of low tokens")
+        .param("low", Bits::k4v2, "codec of low tokens, of no more bits than high")
         .param("high_from", 1.0, 0, kvlab::any, "a token is high from so many units of mean score on")
         .param("low_from", 0.02, 0, kvlab::any, "a token is low from so many units on, below it is dropped")
         .param("window", 64, 1, kvlab::any, "newest tokens that are always high")

@@ -1,5 +1,6 @@
 #include <kvlab/ops.hpp>
 
+#include <array>
 #include <catch2/catch.hpp>
 #include <map>
 #include <memory>
@@ -337,7 +338,7 @@ TEST_CASE("leankv: without token differentiation nothing is low, and what would 
   CHECK(s.lower_pages() == 0);
 }
 
-TEST_CASE("leankv: codecs, and thresholds that are refused") {
+TEST_CASE("leankv: codecs, and codecs and thresholds that are refused") {
   Registry registry;
   const PluginInfo& info = registry.require(Role::policy, "leankv");
   const auto codecs = [&](const std::map<std::string, ParamValue>& given) {
@@ -347,6 +348,19 @@ TEST_CASE("leankv: codecs, and thresholds that are refused") {
   CHECK(codecs({{"key_value_differentiation", false}}) == std::vector<CodecSpec>{{{8}, {8}}, {{4}, {4}}});
   CHECK(codecs({{"high", std::string("k4v8")}, {"low", std::string("k2v4")}}) ==
         std::vector<CodecSpec>{{{4}, {8}}, {{2}, {4}}});
+  using Bits = std::array<const char*, 2>;  // high, low
+  const auto given = [](const Bits& b) {
+    return std::map<std::string, ParamValue>{{"high", std::string(b[0])}, {"low", std::string(b[1])}};
+  };
+  for (const Bits& bits : {Bits{"k4v2", "k8v8"}, Bits{"k4v4", "k8v4"}, Bits{"k8v4", "k8v8"}, Bits{"k4v2", "k2v4"}}) {
+    CAPTURE(bits[0], bits[1]);
+    CHECK_THROWS_WITH(codecs(given(bits)),
+                      Catch::Contains(std::string("got low: ") + bits[1] + " beside high: " + bits[0]));
+    auto all_high = given(bits);
+    all_high["token_differentiation"] = false;
+    CHECK(codecs(all_high).size() == 2);
+  }
+  CHECK(codecs(given({"k4v4", "k4v4"})) == std::vector<CodecSpec>{{{4}, {4}}, {{4}, {4}}});
   CHECK_THROWS_WITH(codecs({{"low_from", 1.5}}), Catch::Contains("got low_from 1.5"));
   CHECK_THROWS_WITH(codecs(with({{"greatest", std::string("score")}})), Catch::Contains("wanted queries: last_64"));
 }
