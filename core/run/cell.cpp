@@ -281,13 +281,16 @@ std::string did_nothing(const CellInput& in, const results::SummaryRow& row) {
 }
 
 // Warns of a method that decides by itself how much it keeps and kept everything. No budget says that it had to act: a
-// context may be shorter than its windows.
+// context may be shorter than its windows. An edit that gives pages another codec fires, so here all have the first.
 void warn_of_idle(const CellInput& in, const results::SummaryRow& row) {
-  if (row.status != "ok" || in.functional || row.fired != 0 || row.output_tokens <= row.samples ||
-      !in.policy().policy || !cell_policy(in)->needs().own_amount())
+  if (row.status != "ok" || in.functional || row.fired != 0 || row.output_tokens <= row.samples || !in.policy().policy)
     return;
-  log::warn(fmt::format("{} left nothing out of {} tokens: fired 0, so its row is the full cache's", row.policy,
-                        row.context_tokens));
+  const auto policy = cell_policy(in);
+  if (!policy->needs().own_amount()) return;
+  const CodecSpec first = policy->codecs().front();
+  log::warn(
+      fmt::format("{} left nothing out of {} tokens: fired 0, so its row is {}", row.policy, row.context_tokens,
+                  first.k.bits || first.v.bits ? "that of the full cache in its first codec" : "the full cache's"));
 }
 
 }  // namespace

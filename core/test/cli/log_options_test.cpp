@@ -186,28 +186,34 @@ TEST_CASE("a method of any kind that does nothing fails its cell, and one that a
 
 TEST_CASE("a method without a budget that leaves nothing out says so in its cell", "[log]") {
   const Folder folder;
-  const auto rows =
-      rows_of(folder,
-              "\n"
-              "  - full\n"
-              "  - {name: window acts, policy: duo_attention, retrieval_heads: false, window: 20}\n"
-              "  - {name: window idle, policy: duo_attention, retrieval_heads: false, window: 256}\n"
-              "  - {name: mean acts, policy: razor_attention, retrieval_heads: false, window: 20, window_share: 0}\n"
-              "  - {name: mean idle, policy: razor_attention, retrieval_heads: false}\n"
-              "  - {name: pages acts, policy: lserve, retrieval_heads: false, sinks: 8, window: 20}\n"
-              "  - {name: pages idle, policy: lserve, retrieval_heads: false}\n"
-              "  - {name: share acts, policy: twilight, dense_layers: 0, p: 0.5}\n"
-              "  - {name: share idle, policy: twilight, dense_layers: 99}\n"
-              "  - {name: all of it idle, policy: twilight, dense_layers: 0, p: 1, tokens: 256}\n"
-              "  - {name: hashes idle, policy: magicpig, bits: 0}\n"
-              "  - {name: sketch idle, policy: subgen, window: 256}\n",
-              "", 0);
-  CHECK(rows.size() == 12);
+  const auto rows = rows_of(
+      folder,
+      "\n"
+      "  - full\n"
+      "  - {name: window acts, policy: duo_attention, retrieval_heads: false, window: 20}\n"
+      "  - {name: window idle, policy: duo_attention, retrieval_heads: false, window: 256}\n"
+      "  - {name: mean acts, policy: razor_attention, retrieval_heads: false, window: 20, window_share: 0}\n"
+      "  - {name: mean idle, policy: razor_attention, retrieval_heads: false}\n"
+      "  - {name: pages acts, policy: lserve, retrieval_heads: false, sinks: 8, window: 20}\n"
+      "  - {name: pages idle, policy: lserve, retrieval_heads: false}\n"
+      "  - {name: share acts, policy: twilight, dense_layers: 0, p: 0.5}\n"
+      "  - {name: share idle, policy: twilight, dense_layers: 99}\n"
+      "  - {name: all of it idle, policy: twilight, dense_layers: 0, p: 1, tokens: 256}\n"
+      "  - {name: hashes idle, policy: magicpig, bits: 0}\n"
+      "  - {name: sketch idle, policy: subgen, window: 256}\n"
+      "  - {name: codes idle in codes, policy: leankv, window: 256}\n"
+      "  - {name: share idle in codes, policy: twilight, dense_layers: 99, codec: k4v2}\n"
+      "  - {name: old pages in codes, policy: twilight, dense_layers: 99, codec: {kivi2_pages: {residual: 32}}}\n"
+      "  - {name: new pages idle, policy: twilight, dense_layers: 99, codec: {kivi2_pages: {residual: 256}}}\n",
+      "", 0);
+  CHECK(rows.size() == 16);
   for (const auto& row : rows) {
     CAPTURE(row.policy, row.error, row.fired, row.compression, row.warnings);
     CHECK(row.status == "ok");
-    const std::string said = row.policy + " left nothing out of 154 tokens: fired 0, so its row is the full cache's";
-    CHECK(row.warnings == (row.policy.ends_with("idle") ? said : ""));
+    const std::string said = row.policy + " left nothing out of 154 tokens: fired 0, so its row is ";
+    CHECK(row.warnings == (row.policy.ends_with("idle")            ? said + "the full cache's"
+                           : row.policy.ends_with("idle in codes") ? said + "that of the full cache in its first codec"
+                                                                   : ""));
   }
 }
 
