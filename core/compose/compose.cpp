@@ -651,6 +651,11 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
 
 }  // namespace
 
+bool codes_nothing(const Codec& codec) {
+  const CodecSpec spec = codec.spec();
+  return !spec.k.bits && !spec.v.bits && !spec.packs && !codes_rows(codec);
+}
+
 const char* no_host_codec(const Codec& codec) {
   if (codes_rows(codec))
     return "got a codec with a format of its own for pages on the host, wanted one that core stores as codes";

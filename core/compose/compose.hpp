@@ -17,6 +17,10 @@ namespace kvlab {
 // second codec: that of the newest tokens.
 inline bool pages_age(const Codec& codec) { return codec.residual() > 0 || codec.spec().grouped(); }
 
+// Whether it stores both keys and values in the run's dtype and packs no page. Of a codec with a format of its own only
+// its calls say so.
+bool codes_nothing(const Codec& codec);
+
 // Why pages on the host do not take the codec; null = they do.
 const char* no_host_codec(const Codec& codec);
 inline constexpr const char* packs_beside_codes =

@@ -22,6 +22,16 @@ Instance<Interface> make(const std::optional<PluginUse>& use, const PluginCatalo
   return create<Interface>(*info, use->params);
 }
 
+// A codec of the entry. Only an ablation may switch off all that it codes.
+Instance<Codec> make_codec(const std::optional<PluginUse>& use, const PolicySpec& spec, const PluginCatalog& catalog) {
+  Instance<Codec> codec = make<Codec>(use, catalog);
+  if (codec && spec.ablated.empty() && codes_nothing(*codec))
+    throw Error(Errc::config,
+                "got the codec '" + use->name + "' with neither keys nor values in codes, wanted one of them at least",
+                spec.name);
+  return codec;
+}
+
 [[noreturn]] void refuse_rows(const std::string& name, const char* what) {
   throw Error(Errc::config, std::string("got a codec with a format of its own ") + what, name);
 }
@@ -38,7 +48,7 @@ std::shared_ptr<Policy> with_rows(Composition parts, Instance<Codec> codec) {
 std::shared_ptr<Policy> join(const PolicySpec& spec, const PluginCatalog& catalog, std::optional<Injection> injection) {
   if (spec.policy) {
     std::shared_ptr<Policy> policy = make<Policy>(spec.policy, catalog);
-    Instance<Codec> codec = make<Codec>(spec.codec, catalog);
+    Instance<Codec> codec = make_codec(spec.codec, spec, catalog);
     if (codec && codes_rows(*codec)) {
       if (!tokens_stay(*policy))
         refuse_rows(spec.name,
@@ -49,7 +59,7 @@ std::shared_ptr<Policy> join(const PolicySpec& spec, const PluginCatalog& catalo
                     "and another codec for pages on the host, wanted none: the policy keeps pages on the device");
       policy = row_coded(std::move(policy), std::move(codec));
     } else if (spec.codec || spec.placement.codec) {
-      policy = coded(std::move(policy), codec.get(), make<Codec>(spec.placement.codec, catalog).get(), spec.name);
+      policy = coded(std::move(policy), codec.get(), make_codec(spec.placement.codec, spec, catalog).get(), spec.name);
     }
     if (!injection) return policy;
     return injected(std::move(policy), spec.name, std::move(*injection));
@@ -59,8 +69,8 @@ std::shared_ptr<Policy> join(const PolicySpec& spec, const PluginCatalog& catalo
   parts.rescorer = make<Rescorer>(spec.rescorer, catalog);
   parts.split = make<Budget>(spec.split, catalog);
   parts.selector = make<Selector>(spec.selector, catalog);
-  parts.codec = make<Codec>(spec.codec, catalog);
-  parts.host_codec = make<Codec>(spec.placement.codec, catalog);
+  parts.codec = make_codec(spec.codec, spec, catalog);
+  parts.host_codec = make_codec(spec.placement.codec, spec, catalog);
   parts.compress_prompt = spec.schedule.prefill;
   parts.every = spec.schedule.every;
   parts.host = spec.placement.tier == Tier::host;

@@ -12,7 +12,7 @@
 #include "base/backend.hpp"
 #include "base/log.hpp"
 #include "base/stream_memory.hpp"
-#include "compose/row_coded.hpp"
+#include "compose/compose.hpp"
 #include "engine/store_options.hpp"
 #include "plugin/budget_tokens.hpp"
 #include "result/warnings.hpp"
@@ -264,12 +264,8 @@ std::string did_nothing(const CellInput& in, const results::SummaryRow& row) {
   if (row.status != "ok") return "";
   if (in.functional && row.fired == 0) return row.policy + " changed no key and no value: fired 0";
   const PluginInfo* codec = policy.codec ? in.catalog->find(Role::codec, policy.codec->name) : nullptr;
-  if (codec) {
-    const Instance<Codec> made = create<Codec>(*codec, policy.codec->params);
-    const CodecSpec spec = made->spec();
-    if (!spec.k.bits && !spec.v.bits && !spec.packs && !codes_rows(*made))
-      return row.policy + " codes nothing: its codec stores keys and values in the run's dtype";
-  }
+  if (codec && codes_nothing(*create<Codec>(*codec, policy.codec->params)))  // an ablation: others are refused
+    return row.policy + " codes nothing: its codec stores keys and values in the run's dtype";
   const bool steps = row.output_tokens > row.samples;
   if (policy.placement.tier == Tier::host && in.experiment->spill == "always" && steps && row.fired == 0 &&
       policy.placement.resident > 0 &&

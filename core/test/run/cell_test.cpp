@@ -339,6 +339,33 @@ TEST_CASE("the ledger of a cell has the bytes of each codec") {
   }
 }
 
+TEST_CASE(
+    "a codec that codes neither keys nor values is refused before the run, of either tier; ablations may have it") {
+  const PluginCatalog& catalog = test::built_catalog();
+  const std::string none = "{keys: false, values: false}", host = "placement: {tier: host, codec: ";
+  for (const std::string& text :
+       {"{policy: full, codec: {int8: " + none + "}}", std::string("{policy: full, codec: {k16v8: {values: false}}}"),
+        "{policy: twilight, codec: {k8v8: " + none + "}}", "{policy: full, codec: {kivi2_pages: " + none + "}}",
+        "{selector: quest, " + host + "{k8v8: " + none + "}}}",
+        "{selector: quest, codec: int8, " + host + "{k8v8: " + none + "}}}",
+        "{policy: freekv, " + host + "{k8v8: " + none + "}}}"}) {
+    CAPTURE(text);
+    CHECK_THROWS_WITH(build_policy(test::policy_of(text, 8), catalog),
+                      Catch::Contains("with neither keys nor values in codes, wanted one of them at least"));
+  }
+  for (const std::string& text :
+       {std::string("{policy: full, codec: {int8: {keys: false}}}"),
+        std::string("{policy: full, codec: {atom_clip: {keys: false}}}"),
+        "{selector: quest, " + host + "{k8v8: {values: false}}}}", "{selector: quest, " + host + "lossless}}"})
+    CHECK_NOTHROW(build_policy(test::policy_of(text, 8), catalog));
+  for (const std::string& text :
+       {std::string("{policy: full, codec: k16v8}"), "{selector: quest, " + host + "k16v8}}"}) {
+    const auto ablated = without(test::policy_of(text, 8), "values", catalog);
+    REQUIRE(ablated);
+    CHECK_NOTHROW(build_policy(*ablated, catalog));
+  }
+}
+
 TEST_CASE("a cell that does not fit says what it held of its limit, and keeps no half of its results") {
   Fixture f;
   f.conversations();
