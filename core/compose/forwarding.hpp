@@ -9,6 +9,7 @@
 #include "plugin/before_step.hpp"
 #include "plugin/edits_author.hpp"
 #include "plugin/in_prompts.hpp"
+#include "plugin/no_pruner.hpp"
 #include "plugin/offloads.hpp"
 
 namespace kvlab {
@@ -17,11 +18,13 @@ class ForwardingPolicy : public Policy,
                          public EditsAuthor,
                          public BeforeStep,
                          public Offloads,
-                         public ChoosesInPrompts {
+                         public ChoosesInPrompts,
+                         public TakesNoPruner {
  public:
   explicit ForwardingPolicy(std::shared_ptr<Policy> inner) : inner_(std::move(inner)) {}
 
   std::string author() const override { return author_of(*inner_); }
+  const char* takes_no_pruner() const override { return says_no_pruner(*inner_); }
   bool offloads() const override { return kvlab::offloads(*inner_); }
   Needs needs() const override { return inner_->needs(); }
   Demand demand(int prompt_tokens, int max_new) const override { return inner_->demand(prompt_tokens, max_new); }

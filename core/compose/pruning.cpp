@@ -9,6 +9,7 @@
 #include "compose/forwarding.hpp"
 #include "compose/repeat.hpp"
 #include "compose/second_stage.hpp"
+#include "plugin/no_pruner.hpp"
 
 namespace kvlab {
 namespace {
@@ -40,10 +41,8 @@ class PrunedPolicy final : public ForwardingPolicy {
   PrunedPolicy(std::shared_ptr<Policy> first, Instance<Pruner> pruner, Pruning how)
       : ForwardingPolicy(std::move(first)), pruner_(std::move(pruner)), how_(std::move(how)) {
     dense_layers_ = pruner_->needs().dense_layers();
-    const Needs n = needs();
-    if (n.functional() || n.rebuilds_keys()) refuse("rewrites keys or values");
-    if (n.archive()) refuse("fetches tokens to the places of others");
-    if (n.rope() != RopeRegime::original) refuse("turns its keys by their places");
+    if (const char* why = kvlab::takes_no_pruner(inner(), how_.encodes)) refuse(why);
+    needs();  // refuses those of a pruner that no second stage has
   }
 
   std::string author() const override { return pruned_ ? author_of(*pruner_) : ForwardingPolicy::author(); }
@@ -144,6 +143,15 @@ class PrunedPolicy final : public ForwardingPolicy {
 };
 
 }  // namespace
+
+const char* takes_no_pruner(const Policy& policy, bool encodes) {
+  const Needs n = policy.needs();
+  if (n.functional() || n.rebuilds_keys()) return "rewrites keys or values";
+  if (n.archive()) return "fetches tokens to the places of others";
+  if (n.rope() != RopeRegime::original) return "turns its keys by their places";
+  if (policy.codecs().size() > 1 && !encodes) return "moves tokens to pages of another codec";
+  return says_no_pruner(policy);
+}
 
 std::unique_ptr<Policy> pruned(std::shared_ptr<Policy> first, Instance<Pruner> pruner, Pruning how) {
   return std::make_unique<PrunedPolicy>(std::move(first), std::move(pruner), std::move(how));

@@ -16,8 +16,12 @@ struct Pruning {
   std::string name;      // for messages
 };
 
-// Errc::plugin for needs that no pruner has. Errc::config for a first method whose needs say that it changes or moves
-// keys, and for edits that do so, when they come.
+// Why no pruner goes with a policy, as it stands behind "a method that"; null = one goes, as far as the policy says.
+// encodes: as in Pruning.
+const char* takes_no_pruner(const Policy& policy, bool encodes = false);
+
+// Errc::plugin for needs that no pruner has. Errc::config for a first method that says that it takes no pruner, and for
+// edits that no pruner goes with, when they come.
 std::unique_ptr<Policy> pruned(std::shared_ptr<Policy> first, Instance<Pruner> pruner, Pruning how);
 
 }  // namespace kvlab

@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "base/content_hash.hpp"
 #include "base/text.hpp"
 #include "compose/coded.hpp"
+#include "compose/pruning.hpp"
 #include "compose/row_coded.hpp"
 #include "experiment/entry_keys.hpp"
 #include "ops/page/paged.hpp"
@@ -341,6 +343,24 @@ std::vector<EntryKey> keys_without(std::initializer_list<std::string_view> some)
   return keys;
 }
 
+// Whether a policy takes no pruner by default, nor with any one component off or other word of a choice.
+bool never_takes_pruner(const PluginInfo& plugin) {
+  const auto takes = [&](const std::map<std::string, ParamValue>& given) {
+    try {
+      return !takes_no_pruner(*create<Policy>(plugin, resolve(plugin, given)));
+    } catch (const Error&) {  // not known without the plugin's parameters
+      return given.empty();
+    }
+  };
+  if (takes({})) return false;
+  for (const ParamSpec& spec : plugin.params) {
+    if (spec.component && takes({{spec.name, false}})) return false;
+    for (const std::string& word : spec.choices)
+      if (takes({{spec.name, word}})) return false;
+  }
+  return true;
+}
+
 // The keys that an entry of the plugin takes. A policy of its own has no parts but codecs.
 std::vector<EntryKey> keys_of(const PluginInfo& plugin) {
   std::vector<EntryKey> keys =
@@ -361,6 +381,8 @@ std::vector<EntryKey> keys_of(const PluginInfo& plugin) {
     });
     if (plugin.role == Role::policy && takes_no_codec(*create<Policy>(plugin, resolve(plugin, {}))))
       std::erase_if(keys, [](const EntryKey& k) { return k.name == std::string_view("codec"); });
+    if (plugin.role == Role::policy && never_takes_pruner(plugin))
+      std::erase_if(keys, [](const EntryKey& k) { return k.name == std::string_view("pruner"); });
   } catch (const Error&) {  // not known without the plugin's parameters
   }
   return keys;

@@ -22,6 +22,7 @@
 #include "plugin/edits_author.hpp"
 #include "plugin/in_prompts.hpp"
 #include "plugin/loader.hpp"
+#include "plugin/no_pruner.hpp"
 #include "plugin/steady_split.hpp"
 #include "plugin/tokens_stay.hpp"
 #include "plugin/verified.hpp"
@@ -341,10 +342,14 @@ class GuardedPolicy final : public Guard<Policy>,
                             public EditsAuthor,
                             public BeforeStep,
                             public ChoosesInPrompts,
-                            public TokensStay {
+                            public TokensStay,
+                            public TakesNoPruner {
  public:
   using Guard::Guard;
   bool tokens_stay() const override { return kvlab::tokens_stay(*object_); }
+  const char* takes_no_pruner() const override {
+    return ask("takes_no_pruner", [](const Policy& p) { return says_no_pruner(p); });
+  }
   int before_step(const StepCounters& c) override { return prepare(c); }
   std::string author() const override { return who_.where(latest_); }
   Needs needs() const override {

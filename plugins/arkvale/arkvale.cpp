@@ -2,13 +2,14 @@
 // these leave. Chen et al., NeurIPS 2024.
 #include <kvlab/plugin.hpp>
 #include <kvlab/step_numbers.hpp>
+#include <kvlab/takes_no_pruner.hpp>
 #include <kvlab/tier_demand.hpp>
 
 #include <algorithm>
 
 namespace {
 
-class ArkVale final : public kvlab::Policy, public kvlab::PreparesSteps {
+class ArkVale final : public kvlab::Policy, public kvlab::PreparesSteps, public kvlab::TakesNoPruner {
  public:
   explicit ArkVale(const kvlab::Params& p)
       : pins_{.first = p.get<int>("sinks"), .last = p.get<int>("window")},
@@ -25,6 +26,9 @@ class ArkVale final : public kvlab::Policy, public kvlab::PreparesSteps {
 
   kvlab::Needs needs() const override {
     return kvlab::Needs{}.page_summary(summary_, bits_).dense_layers(dense_).host_pages(true).capturable(true);
+  }
+  const char* takes_no_pruner() const override {
+    return reads_resident_ ? "reads all pages on the device, whatever it lists" : nullptr;
   }
 
   // A step may open a page before its lowest one leaves.

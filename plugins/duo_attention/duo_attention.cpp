@@ -3,10 +3,11 @@
 #include <kvlab/plugin.hpp>
 #include <kvlab/statistics.hpp>
 #include <kvlab/streaming_heads.hpp>
+#include <kvlab/takes_no_pruner.hpp>
 
 namespace {
 
-class DuoAttention final : public kvlab::Policy {
+class DuoAttention final : public kvlab::Policy, public kvlab::TakesNoPruner {
  public:
   explicit DuoAttention(const kvlab::Params& p)
       : pins_{.first = p.get<bool>("attention_sinks") ? p.get<int>("sinks") : 0, .last = p.get<int>("window")},
@@ -15,6 +16,7 @@ class DuoAttention final : public kvlab::Policy {
         masks_prompts_(p.get<bool>("prompt_mask")) {}
 
   kvlab::Needs needs() const override { return kvlab::Needs{}.own_amount(true).profile(reads_gates_).capturable(true); }
+  const char* takes_no_pruner() const override { return "evicts tokens"; }
 
   void load_profile(const kvlab::Profile& profile) override { gates_ = profile.at("gate").values; }
 

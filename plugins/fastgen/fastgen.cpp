@@ -4,6 +4,7 @@
 #include <kvlab/kinds.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/step_numbers.hpp>
+#include <kvlab/takes_no_pruner.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -25,7 +26,7 @@ namespace {
 namespace ops = kvlab::ops;
 using kvlab::KeepRule;
 
-class FastGen final : public kvlab::Policy, public kvlab::PreparesSteps {
+class FastGen final : public kvlab::Policy, public kvlab::PreparesSteps, public kvlab::TakesNoPruner {
  public:
   explicit FastGen(const kvlab::Params& p)
       : recovery_(static_cast<float>(p.get<double>("recovery"))),
@@ -43,6 +44,7 @@ class FastGen final : public kvlab::Policy, public kvlab::PreparesSteps {
     if (frequent_ > 0) needs.mass_into("attention", kvlab::GroupRule::mean, kvlab::Mass::decode);
     return queries_ > 0 ? needs.window_queries(queries_) : needs.chunked_prompts(false);
   }
+  const char* takes_no_pruner() const override { return "evicts tokens"; }
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
     recovered_ = kvlab::KeptSeries("recovered attention", shape, rules - 1, w);

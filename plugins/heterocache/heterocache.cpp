@@ -3,6 +3,7 @@
 // Shi et al. 2026.
 #include <kvlab/plugin.hpp>
 #include <kvlab/spread.hpp>
+#include <kvlab/takes_no_pruner.hpp>
 #include <kvlab/tier_demand.hpp>
 
 #include <cmath>
@@ -32,7 +33,7 @@ struct kvlab::Choices<RecallOrder> {
 
 namespace {
 
-class HeteroCache final : public kvlab::Policy {
+class HeteroCache final : public kvlab::Policy, public kvlab::TakesNoPruner {
  public:
   explicit HeteroCache(const kvlab::Params& p)
       : threshold_(p.get<float>("threshold")),
@@ -62,6 +63,7 @@ class HeteroCache final : public kvlab::Policy {
         .profile(allocates_ || clusters_)
         .capturable(true);
   }
+  const char* takes_no_pruner() const override { return "evicts tokens"; }
 
   void load_profile(const kvlab::Profile& profile) override {
     role_ = profile.at("role").values, pivot_of_ = profile.at("pivot_of").values;

@@ -3,6 +3,7 @@
 #include <kvlab/blocks.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/prompt_lists.hpp>
+#include <kvlab/takes_no_pruner.hpp>
 #include <kvlab/tier_demand.hpp>
 
 #include <algorithm>
@@ -25,7 +26,7 @@ using kvlab::BudgetAmount;
 
 constexpr int most_tokens = 1 << 24;
 
-class InfLlm final : public kvlab::Policy, public kvlab::ChoosesInPrompts {
+class InfLlm final : public kvlab::Policy, public kvlab::ChoosesInPrompts, public kvlab::TakesNoPruner {
  public:
   explicit InfLlm(const kvlab::Params& p)
       : rule_{p.get<int>("sinks"), p.get<int>("block"), p.get<int>("window"), p.get<int>("representatives")},
@@ -43,6 +44,7 @@ class InfLlm final : public kvlab::Policy, public kvlab::ChoosesInPrompts {
   kvlab::Needs needs() const override {
     return kvlab::Needs{}.mass(kvlab::Mass::decode).prompt_lse(true).host_pages(true).capturable(true);
   }
+  const char* takes_no_pruner() const override { return clamped_ ? "changes what attention computes" : nullptr; }
 
   // A step may open a page before its oldest one leaves.
   kvlab::Demand demand(int prompt, int max_new) const override {

@@ -5,6 +5,7 @@
 #include <kvlab/plugin.hpp>
 #include <kvlab/statistics.hpp>
 #include <kvlab/streaming_heads.hpp>
+#include <kvlab/takes_no_pruner.hpp>
 
 #include <algorithm>
 #include <string>
@@ -14,7 +15,7 @@ namespace {
 
 using kvlab::StreamingHeads;
 
-class LServe final : public kvlab::Policy {
+class LServe final : public kvlab::Policy, public kvlab::TakesNoPruner {
  public:
   explicit LServe(const kvlab::Params& p)
       : pins_{.first = p.get<int>("sinks"), .last = p.get<int>("window")},
@@ -38,6 +39,7 @@ class LServe final : public kvlab::Policy {
         .profile(reads_gates_)
         .capturable(true);
   }
+  const char* takes_no_pruner() const override { return "evicts tokens"; }
 
   void load_profile(const kvlab::Profile& profile) override { gates_ = profile.at("gate").values; }
 

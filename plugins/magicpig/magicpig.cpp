@@ -4,6 +4,7 @@
 #include <kvlab/keeps_tokens.hpp>
 #include <kvlab/layer_list.hpp>
 #include <kvlab/plugin.hpp>
+#include <kvlab/takes_no_pruner.hpp>
 
 #include <algorithm>
 #include <string>
@@ -11,7 +12,7 @@
 
 namespace {
 
-class MagicPig final : public kvlab::Policy, public kvlab::KeepsTokens {
+class MagicPig final : public kvlab::Policy, public kvlab::KeepsTokens, public kvlab::TakesNoPruner {
  public:
   explicit MagicPig(const kvlab::Params& p)
       : rule_{p.get<int>("bits"), p.get<int>("tables"), static_cast<std::uint64_t>(p.get<int>("seed"))},
@@ -22,6 +23,7 @@ class MagicPig final : public kvlab::Policy, public kvlab::KeepsTokens {
         corrects_(p.get<bool>("correction")) {}
 
   kvlab::Needs needs() const override { return kvlab::Needs{}.own_amount(true).capturable(true); }
+  const char* takes_no_pruner() const override { return rule_.bits > 0 ? "changes what attention computes" : nullptr; }
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
     if (collisions_.least > rule_.tables)

@@ -2,6 +2,7 @@
 // raas_tokens does so with single tokens, by their true attention.
 #include <kvlab/plugin.hpp>
 #include <kvlab/step_numbers.hpp>
+#include <kvlab/takes_no_pruner.hpp>
 #include <kvlab/whole_pages.hpp>
 
 #include <algorithm>
@@ -70,7 +71,7 @@ void last_attention(const kvlab::LayerKv& kv, kvlab::GroupRule group, Scores out
   kvlab::ops::group_reduce(kv.pages, votes, group, out, s);
 }
 
-class Raas final : public kvlab::Policy, public kvlab::PreparesSteps {
+class Raas final : public kvlab::Policy, public kvlab::PreparesSteps, public kvlab::TakesNoPruner {
  public:
   explicit Raas(const kvlab::Params& p)
       : threshold_(p.get<float>("threshold")),
@@ -90,6 +91,7 @@ class Raas final : public kvlab::Policy, public kvlab::PreparesSteps {
         .scratch_numbers(10)
         .capturable(true);
   }
+  const char* takes_no_pruner() const override { return "evicts tokens"; }
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace& w) override {
     stamps_.attach(shape);

@@ -4,12 +4,13 @@
 #include <kvlab/plugin.hpp>
 #include <kvlab/step_numbers.hpp>
 #include <kvlab/streaming_heads.hpp>
+#include <kvlab/takes_no_pruner.hpp>
 
 #include "retrieval_heads.hpp"
 
 namespace {
 
-class RazorAttention final : public kvlab::Policy, public kvlab::PreparesSteps {
+class RazorAttention final : public kvlab::Policy, public kvlab::PreparesSteps, public kvlab::TakesNoPruner {
  public:
   explicit RazorAttention(const kvlab::Params& p)
       : sinks_(p.get<int>("sinks")),
@@ -25,6 +26,7 @@ class RazorAttention final : public kvlab::Policy, public kvlab::PreparesSteps {
   kvlab::Needs needs() const override {
     return kvlab::Needs{}.own_amount(true).profile(retrieval_heads_).capturable(true);
   }
+  const char* takes_no_pruner() const override { return "evicts tokens"; }
 
   void load_profile(const kvlab::Profile& profile) override {
     echo_scores_ = profile.at("echo").values, induction_scores_ = profile.at("induction").values;

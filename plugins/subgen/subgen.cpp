@@ -5,6 +5,7 @@
 #include <kvlab/random.hpp>
 #include <kvlab/sketch.hpp>
 #include <kvlab/streaming_heads.hpp>
+#include <kvlab/takes_no_pruner.hpp>
 
 #include <algorithm>
 #include <limits>
@@ -48,7 +49,7 @@ class KCenter final : public kvlab::Scorer {
   int every_;
 };
 
-class SubGen final : public kvlab::Policy {
+class SubGen final : public kvlab::Policy, public kvlab::TakesNoPruner {
  public:
   explicit SubGen(const kvlab::Params& p)
       : rule_{p.get<float>("radius"), p.get<int>("clusters"), p.get<int>("samples"), p.get<int>("values")},
@@ -57,6 +58,7 @@ class SubGen final : public kvlab::Policy {
         sketches_(p.get<bool>("sketch")) {}
 
   kvlab::Needs needs() const override { return kvlab::Needs{}.own_amount(true).capturable(true); }
+  const char* takes_no_pruner() const override { return "evicts tokens"; }
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace& w) override {
     if (sketches_) kept_ = kvlab::KeptSketch("sketches", shape, rule_, w);

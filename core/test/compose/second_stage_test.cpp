@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "compose/compose.hpp"
+#include "compose/forwarding.hpp"
 #include "compose/pruning.hpp"
 #include "engine/engine.hpp"
 #include "model/checkpoint.hpp"
@@ -216,6 +217,25 @@ TEST_CASE("a pruner is refused beside what moves tokens or changes attention") {
     CHECK_THROWS_WITH(pruned(std::make_shared<Needy>(needs), instance<Pruner>(new Ends(told)), {.name = "two"}),
                       Catch::Contains(why));
   }
+  struct Says final : Policy, TakesNoPruner {
+    explicit Says(const char* why) : why_(why) {}
+    Needs needs() const override { return {}; }
+    const char* takes_no_pruner() const override { return why_; }
+    const char* why_;
+  };
+  struct TwoCodecs final : Policy {
+    Needs needs() const override { return {}; }
+    std::vector<CodecSpec> codecs() const override { return {{}, {{8}, {8}}}; }
+  };
+  const auto beside = [&](const std::shared_ptr<Policy>& first, bool encodes = false) {
+    pruned(std::make_shared<ForwardingPolicy>(first), instance<Pruner>(new Ends(told)),
+           {.encodes = encodes, .name = "two"});
+  };
+  CHECK_THROWS_WITH(beside(std::make_shared<Says>("is older than its pruner")),
+                    Catch::StartsWith("two: got a pruner beside a method that is older than its pruner, wanted"));
+  CHECK_NOTHROW(beside(std::make_shared<Says>(nullptr)));
+  CHECK_THROWS_WITH(beside(std::make_shared<TwoCodecs>()), Catch::Contains("moves tokens to pages of another codec"));
+  CHECK_NOTHROW(beside(std::make_shared<TwoCodecs>(), true));
   Composition parts;
   parts.scorer = instance<Scorer>(new Old);
   std::shared_ptr<Policy> evicts = compose(std::move(parts));

@@ -301,6 +301,34 @@ TEST_CASE("a byte budget that cannot hold what is always kept is refused") {
   }
 }
 
+TEST_CASE("a policy runs with a pruner, or it is refused before the run") {
+  const auto pruner = subjects().any_pruner();
+  if (!pruner && skip("about policies beside a pruner: there is none")) return;
+  const auto model = tiny_model("llama-gqa3", contract_dtype());
+  const Text text(*model);
+  for (const Subject& s : about("policies", [](const Subject& s) { return s.role == Role::policy; })) {
+    CAPTURE(s.label);
+    PolicySpec spec = limited(s);
+    spec.pruner = pruner;
+    std::optional<Play> p;
+    try {
+      p.emplace(model, spec);
+    } catch (const Error& e) {
+      CHECK_THAT(e.what(), Catch::Contains("got a pruner beside a method that"));
+      continue;
+    }
+    std::string refused;
+    try {
+      p->run(text.prompt, text.answer);
+    } catch (const Error& e) {
+      refused = e.what();
+    }
+    CHECK_CAUSE(
+        "the policy evicts or moves tokens, or changes what attention computes: say so by kvlab/takes_no_pruner.hpp",
+        refused.empty());
+  }
+}
+
 TEST_CASE("a released slot leaves no trace, and rows of a ragged batch equal the sequences alone") {
   const auto model = tiny_model("llama-gqa3");
   const Text a(*model, 1), b(*model, 2, 67), c(*model, 3, 91);

@@ -120,8 +120,10 @@ TEST_CASE("describe lists the keys that an entry of the plugin takes, and no oth
   CHECK(keys("quest") == "selector pruner budget codec placement page_size ");
   CHECK(keys("arkvale") == "policy pruner budget codec placement page_size ");
   CHECK(keys("flexicache") == "policy pruner budget codec placement page_size profile ");
-  CHECK(keys("leankv") == "policy pruner page_size ");
-  CHECK(keys("think") == "policy pruner page_size ");
+  CHECK(keys("leankv") == "policy page_size ");
+  CHECK(keys("think") == "policy page_size ");
+  CHECK(keys("heterocache") == "policy budget codec page_size profile ");
+  CHECK(keys("twilight") == "policy pruner codec page_size ");
   CHECK(keys("full") == "policy pruner codec placement page_size ");
 }
 

@@ -366,6 +366,28 @@ TEST_CASE(
   }
 }
 
+TEST_CASE("a pruner beside a policy that takes none is refused before the run") {
+  const PluginCatalog& catalog = test::built_catalog();
+  const auto with_pruner = [&](const std::string& text) {
+    CAPTURE(text);
+    return build_policy(test::policy_of("{" + text + ", pruner: twilight}", 8), catalog);
+  };
+  for (const auto& [text, why] : std::vector<std::pair<const char*, const char*>>{
+           {"policy: leankv", "moves tokens to pages of another codec"},
+           {"policy: raas, budget: {tokens: 64}", "evicts tokens"},
+           {"policy: raas, budget: {tokens: 64}, codec: int8", "evicts tokens"},
+           {"policy: subgen", "evicts tokens"},
+           {"policy: fastgen", "evicts tokens"},
+           {"policy: magicpig", "changes what attention computes"},
+           {"policy: infllm, budget: {tokens: 64}", "changes what attention computes"},
+           {"policy: arkvale, budget: {tokens: 64}", "reads all pages on the device, whatever it lists"}})
+    CHECK_THROWS_WITH(with_pruner(text), Catch::Contains(std::string("got a pruner beside a method that ") + why));
+  for (const char* text :
+       {"policy: full", "policy: full, codec: kivi2_pages", "policy: twilight, codec: kivi2_pages", "selector: quest",
+        "policy: magicpig, bits: 0", "policy: arkvale, resident: false", "policy: infllm, positions: original"})
+    CHECK_NOTHROW(with_pruner(text));
+}
+
 TEST_CASE("a cell that does not fit says what it held of its limit, and keeps no half of its results") {
   Fixture f;
   f.conversations();

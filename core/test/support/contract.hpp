@@ -180,6 +180,10 @@ class Subjects {
   std::shared_ptr<Policy> policy(const PolicySpec& spec, const Model& model) {
     return build_policy(spec, catalog_, profile_of(spec, model));
   }
+  std::optional<PluginUse> any_pruner() {
+    const auto pruners = all(Role::pruner);
+    return pruners.empty() ? std::nullopt : std::optional(use(*pruners.front()));
+  }
   PluginUse codec(const std::string& name) const { return use(registry_.require(Role::codec, name)); }
   CodecSpec codec_of(const PluginUse& use) const {
     return create<Codec>(registry_.require(Role::codec, use.name), use.params)->spec();
