@@ -276,13 +276,14 @@ std::string did_nothing(const CellInput& in, const results::SummaryRow& row) {
   return "";
 }
 
-// Warns of a method that decides by itself how much it keeps and kept everything. No budget says that it had to act: a
-// context may be shorter than its windows. An edit that gives pages another codec fires, so here all have the first.
+// Warns of a policy plugin that kept everything where no budget says that it had to act. Its entry names none, or it
+// decides by itself how much it keeps, and a context may be shorter than its windows. An edit that gives pages another
+// codec fires, so here all have the first.
 void warn_of_idle(const CellInput& in, const results::SummaryRow& row) {
   if (row.status != "ok" || in.functional || row.fired != 0 || row.output_tokens <= row.samples || !in.policy().policy)
     return;
   const auto policy = cell_policy(in);
-  if (!policy->needs().own_amount()) return;
+  if (!policy->needs().own_amount() && in.budget().kind != BudgetAmount::unlimited) return;
   const CodecSpec first = policy->codecs().front();
   log::warn(
       fmt::format("{} left nothing out of {} tokens: fired 0, so its row is {}", row.policy, row.context_tokens,

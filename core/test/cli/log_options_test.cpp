@@ -201,12 +201,14 @@ TEST_CASE("a method without a budget that leaves nothing out says so in its cell
       "  - {name: all of it idle, policy: twilight, dense_layers: 0, p: 1, tokens: 256}\n"
       "  - {name: hashes idle, policy: magicpig, bits: 0}\n"
       "  - {name: sketch idle, policy: subgen, window: 256}\n"
+      "  - {name: no budget idle, policy: sparq}\n"
+      "  - {name: no roles idle, policy: heterocache, clustering: false, allocation: false}\n"
       "  - {name: codes idle in codes, policy: leankv, window: 256}\n"
       "  - {name: share idle in codes, policy: twilight, dense_layers: 99, codec: k4v2}\n"
       "  - {name: old pages in codes, policy: twilight, dense_layers: 99, codec: {kivi2_pages: {residual: 32}}}\n"
       "  - {name: new pages idle, policy: twilight, dense_layers: 99, codec: {kivi2_pages: {residual: 256}}}\n",
       "", 0);
-  CHECK(rows.size() == 16);
+  CHECK(rows.size() == 18);
   for (const auto& row : rows) {
     CAPTURE(row.policy, row.error, row.fired, row.compression, row.warnings);
     CHECK(row.status == "ok");
