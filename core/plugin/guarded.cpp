@@ -421,6 +421,9 @@ class GuardedProfiler final : public Guard<Profiler> {
   Needs needs() const override {
     return checked(ask("needs", [](Profiler& p) { return p.needs(); }));
   }
+  bool by_pages() const override {
+    return ask("by_pages", [](Profiler& p) { return p.by_pages(); });
+  }
   void attach(const Shape& shape, Workspace& w) override {
     ask("attach", [&](Profiler& p) { p.attach(shape, w); });
   }

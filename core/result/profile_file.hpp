@@ -20,7 +20,7 @@ struct ProfileFile {
   std::string model, model_fingerprint;
   std::vector<ProfilerOutput> profilers;
   std::vector<PluginRow> plugins;  // the tasks', then the profilers'; empty in files of earlier versions
-  std::int64_t page_size = 0;      // tokens of a page while it was measured; 0 in files of earlier versions
+  std::int64_t page_size = 0;      // tokens of a page while it was measured; 0: no array depends on it, or not known
 };
 
 void write_profile(const std::string& path, const RunInfo& info, const ProfileFile& profile);

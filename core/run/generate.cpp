@@ -74,7 +74,7 @@ int generate(const GenerateOptions& o, const PluginCatalog& catalog) {
   options.budget = spec.budget;
   std::optional<Profile> profile;
   if (!spec.profile.empty())
-    profile = read_policy_profile(resolve_data_path(spec.profile, "").string(), *model, spec.page_size);
+    profile = read_policy_profile(resolve_data_path(spec.profile, "").string(), *model, spec.page_size, catalog);
   const auto policy = [&] { return build_policy(spec, catalog, profile ? &*profile : nullptr); };
   std::string error;
   try {

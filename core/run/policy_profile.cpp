@@ -9,6 +9,8 @@
 #include <filesystem>
 #include <map>
 
+#include "plugin/loader.hpp"
+#include "plugin/parameters.hpp"
 #include "result/profile_file.hpp"
 
 namespace kvlab {
@@ -24,9 +26,17 @@ void check_shape(const std::string& file, const std::string& name, const Profile
               file);
 }
 
+// Files of earlier versions have a page size whatever their profilers read, so the profiler itself is asked.
+bool by_pages(const results::ProfilerOutput& one, const PluginCatalog& catalog) try {
+  const PluginInfo* plugin = catalog.find(Role::profiler, one.name);
+  return !plugin || create<Profiler>(*plugin, resolve(*plugin, {}))->by_pages();
+} catch (const Error&) {
+  return true;
+}
+
 }  // namespace
 
-Profile read_policy_profile(const std::string& file, const Model& model, int page_size) {
+Profile read_policy_profile(const std::string& file, const Model& model, int page_size, const PluginCatalog& catalog) {
   if (std::error_code error; !std::filesystem::exists(file, error))
     throw Error(
         Errc::io,
@@ -41,11 +51,13 @@ Profile read_policy_profile(const std::string& file, const Model& model, int pag
                             read.model_fingerprint, model.name, model.fingerprint),
                 file);
   if (read.page_size > 0 && read.page_size != page_size)
-    throw Error(Errc::config,
-                fmt::format("got a profile of page_size {}, wanted one of page_size {}, the policy's: which pages of a "
-                            "head are best depends on it",
-                            read.page_size, page_size),
-                file);
+    for (const results::ProfilerOutput& one : read.profilers)
+      if (by_pages(one, catalog))
+        throw Error(Errc::config,
+                    fmt::format("got a profile of page_size {}, wanted one of page_size {}, the policy's: what '{}' "
+                                "measures depends on it",
+                                read.page_size, page_size, one.name),
+                    file);
   Profile all;
   std::map<std::string, std::string> writers;
   for (const results::ProfilerOutput& one : read.profilers)

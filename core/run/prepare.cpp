@@ -118,8 +118,8 @@ bool Preparation::read_profile(const Cell& c) {
   const ProfileKey key{c.model, policy.profile, policy.page_size};
   if (!policy.profile.empty() && made_later(e_.resolve(policy.profile))) return false;
   return policy.profile.empty() || p_.profiles.count(key) != 0 || attempt(policy.where, [&] {
-           p_.profiles[key] = std::make_shared<Profile>(
-               read_policy_profile(e_.resolve(policy.profile).string(), *p_.models[c.model], policy.page_size));
+           p_.profiles[key] = std::make_shared<Profile>(read_policy_profile(
+               e_.resolve(policy.profile).string(), *p_.models[c.model], policy.page_size, catalog_));
          });
 }
 

@@ -55,6 +55,9 @@ class Watched final : public Policy {
     if (mirror_) mirror_->release(slot);
     for (const auto& p : profilers_) p->release(slot);
   }
+  bool by_pages() const {
+    return std::any_of(profilers_.begin(), profilers_.end(), [](const auto& p) { return p->by_pages(); });
+  }
   EngineObserver* observer() { return mirror_ ? &*mirror_ : nullptr; }
 
   std::vector<Profile> finish() {
@@ -227,7 +230,7 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
   auto profiles = watch_all(samples, model, watched, o);
   if (!profiles) return 1;
 
-  results::ProfileFile file{spec.name(), model->fingerprint, {}, {}, e.page_size};
+  results::ProfileFile file{spec.name(), model->fingerprint, {}, {}, watched->by_pages() ? e.page_size : 0};
   for (const TaskSpec& task : e.tasks) add_plugin(file.plugins, task.task, catalog);
   for (const PluginUse& use : e.profilers) add_plugin(file.plugins, use, catalog);
   for (std::size_t i = 0; i < profiles->size(); ++i)

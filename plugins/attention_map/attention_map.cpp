@@ -13,6 +13,7 @@ class AttentionMap final : public kvlab::Profiler {
       : every_(p.get<int>("every")), rows_(p.get<int>("rows")), columns_(p.get<int>("columns")) {}
 
   kvlab::Needs needs() const override { return kvlab::Needs{}.mass(kvlab::Mass::decode); }
+  bool by_pages() const override { return false; }
 
   void attach(const kvlab::Shape& shape, kvlab::Workspace&) override {
     shape_ = shape;

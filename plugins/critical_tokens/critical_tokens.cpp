@@ -39,6 +39,7 @@ class CriticalTokens final : public kvlab::Profiler {
   explicit CriticalTokens(const kvlab::Params& p) : share_(p.get<double>("share")) {}
 
   kvlab::Needs needs() const override { return kvlab::Needs{}.mass(kvlab::Mass::all); }
+  bool by_pages() const override { return false; }
 
   void attach(const kvlab::Shape& shape, kvlab::Workspace&) override {
     shape_ = shape;

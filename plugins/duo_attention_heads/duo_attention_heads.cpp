@@ -16,6 +16,7 @@ class DuoAttentionHeads final : public kvlab::Profiler {
   kvlab::Needs needs() const override {
     return kvlab::Needs{}.mass(file_.empty() ? kvlab::Mass::decode : kvlab::Mass::none);
   }
+  bool by_pages() const override { return false; }
 
   void attach(const kvlab::Shape& shape, kvlab::Workspace&) override {
     shape_ = shape;

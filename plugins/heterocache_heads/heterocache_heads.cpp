@@ -51,6 +51,7 @@ class HeterocacheHeads final : public kvlab::Profiler {
   }
 
   kvlab::Needs needs() const override { return kvlab::Needs{}.window_queries(1).mass(kvlab::Mass::decode); }
+  bool by_pages() const override { return false; }
 
   void attach(const kvlab::Shape& shape, kvlab::Workspace&) override {
     shape_ = shape;

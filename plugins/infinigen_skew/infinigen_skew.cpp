@@ -18,6 +18,7 @@ class InfiniGenSkew final : public kvlab::Profiler {
       : queries_(p.get<int>("queries")), ratio_(p.get<double>("partial_ratio")) {}
 
   kvlab::Needs needs() const override { return kvlab::Needs{}.window_queries(queries_); }
+  bool by_pages() const override { return false; }
 
   void attach(const kvlab::Shape& shape, kvlab::Workspace&) override {
     shape_ = shape, dim_ = static_cast<std::size_t>(shape.head_dim);

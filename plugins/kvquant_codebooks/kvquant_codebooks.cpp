@@ -39,6 +39,7 @@ class KvquantCodebooks final : public kvlab::Profiler {
   }
 
   kvlab::Needs needs() const override { return {}; }
+  bool by_pages() const override { return false; }
 
   void attach(const kvlab::Shape& shape, kvlab::Workspace&) override {
     shape_ = shape;

@@ -13,6 +13,7 @@ class RazorAttentionHeads final : public kvlab::Profiler {
   explicit RazorAttentionHeads(const kvlab::Params& p) : repeats_(p.get<int>("repeats")) {}
 
   kvlab::Needs needs() const override { return kvlab::Needs{}.window_queries(all_queries).chunked_prompts(false); }
+  bool by_pages() const override { return false; }
 
   void attach(const kvlab::Shape& shape, kvlab::Workspace&) override {
     shape_ = shape;

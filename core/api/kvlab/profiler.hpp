@@ -12,6 +12,9 @@ class Profiler {
  public:
   virtual ~Profiler() = default;
   virtual Needs needs() const = 0;
+  // Whether the arrays depend on how tokens lie in pages, with any parameters. If so, core refuses them beside another
+  // page size.
+  virtual bool by_pages() const { return true; }
   virtual void attach(const Shape&, Workspace&) {}
   virtual void prefill(const LayerPrefill&, Stream) {}
   virtual void observe(const LayerStep&, Stream) {}

@@ -19,6 +19,23 @@ bool same(const Profile& a, const Profile& b) {
 
 }  // namespace
 
+TEST_CASE("a profiler that does not go by pages leaves the same arrays for every page size", "[cpu]") {
+  Registry registry(test::library_under_test());
+  auto asked = registry.list(Role::profiler);
+  std::erase_if(asked, [](const PluginInfo* p) {
+    return !test::under_test(*p) || create<Profiler>(*p, resolve(*p, {}))->by_pages();
+  });
+  if (test::skip_on_cuda()) return;
+  if (asked.empty()) test::skip("about profilers that do not go by pages: the library has none");
+  for (const PluginInfo* p : asked) {
+    CAPTURE(p->name);
+    const auto of = [&](int page_size) {
+      return test::profiled(p->name, "llama-gqa3", "prefix: 150, forced: 20, samples: 2", Device::cpu, page_size);
+    };
+    CHECK_CAUSE("it asks for page summaries or counts pages: leave by_pages() as it is", same(of(32), of(8)));
+  }
+}
+
 TEST_CASE("a profiler leaves the same arrays every time, whatever the GQA group and however short the text") {
   Registry registry(test::library_under_test());
   auto asked = registry.list(Role::profiler);

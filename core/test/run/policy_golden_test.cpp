@@ -138,7 +138,7 @@ Profile through_file(const Profile& profile, const Model& model, int page_size) 
   results::RunInfo info;
   info.created_utc = "2026-01-01T00:00:00Z";
   results::write_profile(path, info, file);
-  return read_policy_profile(path, model, page_size);
+  return read_policy_profile(path, model, page_size, test::built_catalog());
 }
 
 // Notes the pages that each chunk of a prompt reads; none where it reads everything.

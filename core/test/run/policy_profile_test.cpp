@@ -22,7 +22,9 @@ const std::string reads = "bad_scorer: {budget: {tokens: 16}, in: load_profile";
 
 struct Files {
   test::TempDir folder;
-  Registry registry{{test::build_root() / "lib" / "bad_plugins" / "libmisbehaving.so"}};
+  Registry registry{{test::build_root() / "lib" / "bad_plugins" / "libmisbehaving.so",
+                     test::plugin_folder() / "libheterocache_heads.so",
+                     test::plugin_folder() / "libflexicache_heads.so"}};
   RegistryCatalog catalog{registry};
   results::ProfileFile profile;
 
@@ -122,6 +124,26 @@ TEST_CASE("a profile of another page size is refused with the file and both numb
                        ", profile: p.h5}\n  - {name: wide, scorer: bad_scorer, in: load_profile, "
                        "budget: {tokens: 32}, page_size: 32, profile: p.h5}"),
              Catch::StartsWith((f.folder / "e.yaml").string() + ":4:") && Catch::Contains("page_size 32"));
+}
+
+TEST_CASE("a profile with a page size is taken for every other one if its profilers do not go by pages") {
+  Files f;
+  const auto refusal = [&](const std::vector<std::string>& profilers) {
+    std::filesystem::remove(f.folder / "p.h5");
+    f.profile.page_size = 16;
+    f.profile.profilers.resize(1);
+    f.profile.profilers[0].name = profilers.front();
+    for (std::size_t i = 1; i < profilers.size(); ++i)
+      f.profile.profilers.push_back({profilers[i], "{}", {{"more", {{1}, {1}, ""}}}});
+    f.write();
+    return f.refusal("  - " + reads + ", profile: p.h5, page_size: 32}");
+  };
+  CHECK(refusal({"heterocache_heads"}) == "no error");
+  for (const std::vector<std::string>& some :
+       {std::vector<std::string>{"flexicache_heads"}, {"heterocache_heads", "flexicache_heads"}})
+    CHECK_THAT(refusal(some), Catch::Contains("wanted one of page_size 32, the policy's: what 'flexicache_heads' "
+                                              "measures depends on it"));
+  CHECK_THAT(refusal({"heterocache_heads", "unknown"}), Catch::Contains("what 'unknown' measures depends on it"));
 }
 
 TEST_CASE("arrays that do not fit the model are refused by name, query heads fit too") {

@@ -53,6 +53,16 @@ struct Run {
 
 }  // namespace
 
+TEST_CASE("a profile names its page size only if a profiler of it goes by pages") {
+  Run run;
+  const auto page_size = [&](const std::string& profilers) {
+    REQUIRE(run_profile(run.experiment("profilers: [" + profilers + "]"), run.catalog, {"test", false, true}) == 0);
+    return results::read_profile(run.folder / "new" / "p.h5").page_size;
+  };
+  CHECK(page_size("attention_map") == 0);
+  CHECK(page_size("attention_map, flexicache_heads: {top_pages: 4}") == 8);
+}
+
 TEST_CASE("head statistics of the tiny model are what their definitions allow") {
   Run run;
   const std::string by = GENERATE(as<std::string>{}, "mass", "bound");

@@ -14,7 +14,8 @@
 namespace kvlab::test {
 
 // What a profiler, an entry of `profilers:`, leaves of a text. `text` has parameters of that task.
-inline Profile profiled(const std::string& profiler, const std::string& model, const std::string& text, Device device) {
+inline Profile profiled(const std::string& profiler, const std::string& model, const std::string& text, Device device,
+                        int page_size = 8) {
   Registry registry(library_under_test());
   const RegistryCatalog catalog(registry);
   const TempDir folder;
@@ -22,7 +23,8 @@ inline Profile profiled(const std::string& profiler, const std::string& model, c
   std::ofstream(folder / "e.yaml") << "model: {path: " << golden("tiny/" + model).string()
                                    << (device == Device::cuda ? ", dtype: bf16}\nbackend: cuda" : ", dtype: f32}")
                                    << "\ntasks: [text: {file: " << golden("text/english.txt").string() << ", " << text
-                                   << "}]\nprofilers: [" << profiler << "]\npage_size: 8\noutput: " << out << "\n";
+                                   << "}]\nprofilers: [" << profiler << "]\npage_size: " << page_size
+                                   << "\noutput: " << out << "\n";
   REQUIRE(run_profile(load_experiment(folder / "e.yaml", {}, catalog), catalog, {"test", false, true}) == 0);
   return results::read_profile(out).profilers.at(0).profile;
 }
