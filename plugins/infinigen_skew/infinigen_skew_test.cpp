@@ -1,5 +1,6 @@
 // Skews by hand, and of a bundled model on real text.
 #include "run/policy_profile.hpp"
+#include "support/cell_fixture.hpp"
 #include "support/on_text.hpp"
 #include "support/recall_profile.hpp"
 
@@ -120,6 +121,7 @@ TEST_CASE("infinigen_skew keeps products, and few channels hold more of a query"
   CHECK(skewed > .5);
 
   CHECK_THROWS_WITH(
-      read_policy_profile(file, *load_model(*open_checkpoint(golden("tiny/llama-gqa3")), DType::f32, "tiny"), 16),
+      read_policy_profile(file, *load_model(*open_checkpoint(golden("tiny/llama-gqa3")), DType::f32, "tiny"), 16,
+                          built_catalog()),
       Catch::Contains("got a profile of model"));
 }

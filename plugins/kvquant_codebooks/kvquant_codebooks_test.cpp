@@ -9,6 +9,7 @@
 #include "result/profile_file.hpp"
 #include "run/policy_profile.hpp"
 #include "run/profile.hpp"
+#include "support/cell_fixture.hpp"
 #include "support/on_text.hpp"
 #include "support/quantile.hpp"
 #include "test/model/tiny_files.hpp"
@@ -308,6 +309,7 @@ TEST_CASE("kvquant with a profile of its model: more bits come nearer, and fitte
   for (const int bits : {2, 3, 4}) CHECK(error(bits, true) < error(bits, false));
   CHECK(three < error(3, true, false));
   CHECK_THROWS_WITH(
-      read_policy_profile(out, *load_model(*open_checkpoint(golden("tiny/llama-gqa3")), DType::f32, "tiny"), 16),
+      read_policy_profile(out, *load_model(*open_checkpoint(golden("tiny/llama-gqa3")), DType::f32, "tiny"), 16,
+                          built_catalog()),
       Catch::Contains("got a profile of model"));
 }
