@@ -582,7 +582,7 @@ class Differences(WithFolder):
         scores = [(own, other) for count, own, other in kinds for _ in range(count)]
         return [differences.Pair(i, own, other, 1) for i, (own, other) in enumerate(scores)]
 
-    def test_p_is_that_of_exact_fractions(self):
+    def test_p_and_interval_are_those_of_exact_fractions_and_likelihoods(self):
         for known in self.GOLDEN["mcnemar"]:
             found = differences.difference_of(self.pairs(3, known["lost"], known["won"], 2))
             self.assertTrue(found.mcnemar)
@@ -592,6 +592,11 @@ class Differences(WithFolder):
             self.assertAlmostEqual(differences.sign_flip_p(known["sums"]), known["p"], 3 if len(known["sums"]) > 16 else 12)
         for known in self.GOLDEN["detectable"]:
             self.assertAlmostEqual(differences.detectable_share(known["n"], known["churn"]), known["x"], 9)
+        for known in self.GOLDEN["score_intervals"]:
+            lost, won = known["lost"], known["won"]
+            found = differences.difference_of(self.pairs(1, lost, won, known["pairs"] - lost - won - 1))
+            self.assertAlmostEqual(found.low, known["low"], 6)
+            self.assertAlmostEqual(found.high, known["high"], 6)
 
     def test_draws_are_those_of_splitmix(self):
         """Worked out with whole numbers of any length."""

@@ -119,11 +119,30 @@ def _bootstrap(contexts):
     return ratios[rank], ratios[RESAMPLES - 1 - rank]
 
 
+def _highest_difference(won, lost, n):
+    """The upper end of Tango's score interval (1998) of (won - lost) / n."""
+    z = NORMAL.inv_cdf(1 - LEVEL / 2)
+
+    def holds(x):
+        a, b, c = 2 * n, (2 * n - won + lost) * x - won - lost, -lost * x * (1 - x)
+        share = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
+        return (won - lost - n * x) ** 2 <= z * z * n * (2 * share + x * (1 - x))
+
+    low, high = (won - lost) / n, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
 def interval(triples, scores):
     """95 % interval of sum(value) / sum(weight), or (NaN, NaN). scores: what is known of the scores behind it."""
     contexts = _of_contexts(triples)
     if len(contexts) < 2:
         return math.nan, math.nan
+    if scores == ZERO_ONE and len(contexts) >= FEWEST_CONTEXTS and all(w == 1 for _, w in contexts):
+        n, won, lost = len(contexts), *(sum(v == sign for v, _ in contexts) for sign in (1, -1))
+        return -_highest_difference(lost, won, n), _highest_difference(won, lost, n)
     value, weight = contexts[0]
     alike = all(v * weight == value * w for v, w in contexts)
     enough = len(contexts) >= FEWEST_CONTEXTS and not alike

@@ -157,7 +157,8 @@ def against(inputs):
         return None
     lead = (
         "Each policy's score minus that of the policy that keeps everything, on the same questions; for texts, nats per "
-        "token, where above 0 is worse. Bars and brackets are 95 % intervals, by a bootstrap over contexts. Holm is p, "
+        "token, where above 0 is worse. Bars and brackets are 95 % intervals, Tango's for answers right or wrong "
+        "(one to each of 6 contexts or more), else by a bootstrap over contexts. Holm is p, "
         "adjusted for all rows. lost and won: questions with a lower or a higher score; no end: answers that the limit "
         "of length ended; loops: that end in a phrase three times in a row; length: tokens by the full cache's. A rank "
         "is by score, with its 95 % interval, which is too narrow where policies are nearly equal. Grey in a figure: "

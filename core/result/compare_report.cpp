@@ -18,7 +18,8 @@ constexpr const char* columns_note =
     "lost, won: questions with a lower or a higher score than there; no end: answers that the limit of length ended; "
     "loops: that end in a phrase of two words or more, three times in a row; length: tokens / tokens there";
 constexpr const char* difference_note =
-    "the score minus that one, mean over questions; in brackets its 95 % interval, bootstrap over contexts";
+    "the score minus that one, mean over questions; in brackets its 95 % interval: Tango's for answers right or wrong, "
+    "one to each of 6 contexts or more, else bootstrap over contexts";
 constexpr const char* nll_note =
     "nats per token above that one: the log of the perplexities' ratio; in brackets its 95 % interval, bootstrap over "
     "texts";

@@ -106,6 +106,25 @@ double effective_questions(const std::vector<Context>& contexts) {
   return std::clamp(few * all.weight / design_effect, n, all.weight);
 }
 
+// Whether Tango's score test keeps a difference of `x`. share: of losses, the likeliest one where the difference is x.
+bool holds(double x, double won, double lost, double n) {
+  const double a = 2 * n, b = (2 * n - won + lost) * x - won - lost, c = -lost * x * (1 - x);
+  const double share = (std::sqrt(std::max(0., b * b - 4 * a * c)) - b) / (2 * a);
+  const double apart = won - lost - n * x;
+  return apart * apart <= z_score() * z_score() * n * (2 * share + x * (1 - x));
+}
+
+// The upper end of Tango's interval of (won - lost) / n.
+double highest_difference(double won, double lost, double n) {
+  constexpr int halvings = 60;
+  double low = (won - lost) / n, high = 1;
+  for (int i = 0; i < halvings; ++i) {
+    const double middle = (low + high) / 2;
+    (holds(middle, won, lost, n) ? low : high) = middle;
+  }
+  return low;
+}
+
 }  // namespace
 
 Interval wilson_interval(double share, double n) {
@@ -139,6 +158,16 @@ Interval perplexity_interval(const std::vector<Scored>& texts) {
 Interval difference_interval(const std::vector<Scored>& differences, ScoreRange range) {
   std::vector<Context> contexts = contexts_of(differences);
   if (contexts.size() < 2) return none;
+  const auto alone = [](const Context& c) { return c.weight == 1; };
+  if (range == ScoreRange::zero_one && contexts.size() >= fewest_contexts &&
+      std::all_of(contexts.begin(), contexts.end(), alone)) {
+    const auto count = [&](double value) {
+      return static_cast<double>(
+          std::count_if(contexts.begin(), contexts.end(), [&](const Context& c) { return c.value == value; }));
+    };
+    const double won = count(1), lost = count(-1), n = static_cast<double>(contexts.size());
+    return {-highest_difference(lost, won, n), highest_difference(won, lost, n)};
+  }
   const bool enough = contexts.size() >= fewest_contexts && !alike(contexts);
   if (range == ScoreRange::zero_one || (range == ScoreRange::share && !enough)) {
     contexts.push_back({1, 1});

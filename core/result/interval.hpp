@@ -16,7 +16,9 @@
 //
 // A mean paired difference has the same bootstrap. Where nearly all pairs are equal, a resample holds too few of the
 // others. So differences of 0/1 scores get two contexts more, of one question each, that differ by +1 and by -1 (Bonett
-// and Price 2012 add these to Wald's interval). So do other scores from 0 to 1 with few contexts, or all alike.
+// and Price 2012 add these to Wald's interval). So do other scores from 0 to 1 with few contexts, or all alike. 0/1
+// scores of one question per context have the score interval of a paired difference instead (Tango 1998), from 6
+// contexts on: of fewer it excludes 0 more often than McNemar's exact test does.
 #pragma once
 #include <cstddef>
 #include <cstdint>

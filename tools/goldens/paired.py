@@ -20,6 +20,7 @@ except ImportError:
 TABLES = [(0, 1), (1, 0), (6, 0), (5, 0), (6, 1), (3, 3), (12, 4), (40, 21), (100, 130)]  # lost, won
 SUMS = [[3, 1, -2], [2, 2, 2, -1, 4, -3], [0.5, 0.25, -0.125], [0.3, 0.1, 0.7, 0.2, -0.4, 0.9, 0.05],
         [round(0.05 + 0.1 * ((7 * i) % 11) - 0.3, 3) for i in range(20)]]
+PAIRED = [(7, 1, 21), (1, 0, 44), (0, 14, 100), (3, 5, 20), (40, 21, 300), (2, 2, 6)]  # lost, won, pairs
 NEEDED = [(30, 0), (30, 0.1), (100, 0), (100, 0.1), (500, 0.02), (8, 0)]  # pairs, churn
 
 
@@ -53,6 +54,36 @@ def detectable(n, churn):
     return high
 
 
+def likeliest(f, low, high):
+    """Where a concave function is greatest."""
+    for _ in range(200):
+        a, b = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (a, high) if f(a) < f(b) else (low, b)
+    return (low + high) / 2
+
+
+def score_interval(lost, won, n):
+    """Differences x that a score test of 5 % keeps (Tango 1998). The share of losses is found by its likelihood, with x given."""
+    z = NormalDist().inv_cdf(0.975)
+
+    def kept(x):
+        def likelihood(share):
+            terms = [(won, share + x), (lost, share), (n - won - lost, 1 - 2 * share - x)]
+            return sum(count * math.log(p) if p > 0 else -math.inf for count, p in terms if count)
+
+        share = likeliest(likelihood, max(0.0, -x), (1 - x) / 2)
+        return abs(won - lost - n * x) <= z * math.sqrt(n * (2 * share + x - x * x))
+
+    def end(beyond):
+        inside = (won - lost) / n
+        for _ in range(60):
+            x = (inside + beyond) / 2
+            inside, beyond = (x, beyond) if kept(x) else (inside, x)
+        return inside
+
+    return end(-1.0), end(1.0)
+
+
 def agree_with_scipy():
     for lost, won in TABLES:
         assert math.isclose(stats.binomtest(lost, lost + won).pvalue, mcnemar(lost, won), rel_tol=1e-9), (lost, won)
@@ -67,6 +98,8 @@ def text():
     return json.dumps({
         "mcnemar": [{"lost": lost, "won": won, "p": float(mcnemar(lost, won))} for lost, won in TABLES],
         "sign_flips": [{"sums": sums, "p": float(sign_flips(sums))} for sums in SUMS],
+        "score_intervals": [dict(zip(("lost", "won", "pairs", "low", "high"), (*t, *(round(e, 9) for e in score_interval(*t)))))
+                            for t in PAIRED],
         "detectable": [{"n": n, "churn": churn, "x": detectable(n, churn)} for n, churn in NEEDED],
     }, indent=1) + "\n"  # fmt: skip
 

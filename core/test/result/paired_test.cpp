@@ -124,6 +124,28 @@ TEST_CASE("the test of one 0/1 question per context is McNemar's exact test") {
   CHECK(difference_of(table(5, 0, 0, 5)).p == 1);
 }
 
+TEST_CASE("the interval of one 0/1 question per context is Tango's") {
+  for (const auto& known : golden("score_intervals")) {
+    CAPTURE(known);
+    const int lost = known["lost"], won = known["won"], pairs = known["pairs"];
+    const Interval i = difference_of(table(1, lost, won, pairs - lost - won - 1)).interval;
+    CHECK(i.low == Approx(known["low"].get<double>()).margin(1e-6));
+    CHECK(i.high == Approx(known["high"].get<double>()).margin(1e-6));
+  }
+  // By hand, with z = 1.959964: without a flip x² n = z² x (1 - x), so x = z² / (n + z²) = 3.841459 / 13.841459. With
+  // flips of one kind alone (n - n x)² = z² n (1 - x²), so x = (n - z²) / (n + z²) = 6.158541 / 13.841459.
+  const Interval equal = difference_of(table(5, 0, 0, 5)).interval, lost = difference_of(table(0, 10, 0, 0)).interval;
+  CHECK(equal.high == Approx(0.277533).margin(1e-6));
+  CHECK(equal.low == Approx(-0.277533).margin(1e-6));
+  CHECK(lost.low == -1);
+  CHECK(difference_of(table(0, 5, 0, 0)).interval.high > 0);  // McNemar's p is 0.0625
+  CHECK(lost.high == Approx(-0.444934).margin(1e-6));
+}
+
+TEST_CASE("intervals of right answers of 0.8 against 0.6 cover the truth in 93 to 97 of 100 cases") {
+  check_common(20, 2000, {few[0]});
+}
+
 TEST_CASE("sign flips are exact for whole sums, for few sums, and nearly so by draws") {
   for (const auto& known : golden("sign_flips")) {
     CAPTURE(known);
