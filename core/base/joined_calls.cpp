@@ -19,7 +19,7 @@ void forget() { waiting.at.clear(), waiting.outputs.clear(), waiting.next = 0, w
 void run_waiting() {
   const auto now = std::exchange(waiting.at, {});
   forget();
-  const PartTimer timer(Part::select);  // what callbacks find beside a step, and choose by it
+  const PartTimer timer(Part::select);  // what callbacks find behind a step, and choose by it
   for (const auto& calls : now) calls->run();
 }
 

@@ -3,13 +3,15 @@
 #pragma once
 #include <kvlab/stream.hpp>
 
+#include <memory>
 #include <vector>
 
 #include "base/part_timer.hpp"
 
 namespace kvlab {
 
-// Events one after the other, each with the part of the work between the event before and it. The first only begins.
+// Events one after the other, each with the part of the work between the event before and it. The first only begins,
+// and so does the first behind a cut.
 class PartMarks {
  public:
   PartMarks() = default;
@@ -21,17 +23,24 @@ class PartMarks {
   template <class Record>
   void add(Part part, const Record& record) {
     record(next());
-    parts_.push_back(part);
+    marks_.push_back({part, cut_});
+    cut_ = false;
   }
+  void cut() { cut_ = true; }
   // Waits for the marked work and adds the seconds of each part.
   void add_to(PartSeconds& out) const;
-  void clear() { parts_.clear(); }
+  void clear() { marks_.clear(), cut_ = true; }
 
  private:
+  struct Mark {
+    Part part;
+    bool begins;
+  };
   void* next();
 
-  std::vector<void*> events_;  // every event made so far; events_[i] belongs to parts_[i]
-  std::vector<Part> parts_;
+  std::vector<void*> events_;  // every event made so far; events_[i] belongs to marks_[i]
+  std::vector<Mark> marks_;
+  bool cut_ = true;
 };
 
 class PartEvents {
@@ -42,8 +51,8 @@ class PartEvents {
 
   // Counts the stream's work since the previous mark as `part`; the first mark only begins.
   void mark(Part part);
-  // The graph that holds these marks was launched, once until the next take. They outlive that.
-  void launched(const PartMarks& of_graph) { launched_.push_back(&of_graph); }
+  // The graph that holds these marks was launched. Of two launches until the next take the last one counts.
+  void launched(std::shared_ptr<const PartMarks> of_graph);
   // Waits for the marked work. Returns the seconds of each part from the first to the last mark since the last take,
   // with those of graphs.
   PartSeconds take();
@@ -55,7 +64,7 @@ class PartEvents {
   Stream stream_;
   PartMarks marks_;
   PartMarks* captured_ = nullptr;
-  std::vector<const PartMarks*> launched_;
+  std::vector<std::shared_ptr<const PartMarks>> launched_;
 };
 
 // While it lives, the stream is captured, and marks lie in the graph. `of_graph` is empty before.

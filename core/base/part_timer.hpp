@@ -32,7 +32,8 @@ class PartClock {
     PartSeconds parts{};
   };
   // The times since the last take(). On the host's clock the parts add up to `seconds`. With events, which it waits
-  // for, they add up to the time from the first PartTimer's begin to the last one's end.
+  // for, they add up to the stream's time from the first PartTimer's begin to the last one's end, without the gaps
+  // before and behind a graph.
   Step take();
 
   // The events of the thread's clock; null = it has none.

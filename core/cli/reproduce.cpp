@@ -118,8 +118,8 @@ class Reproduction {
   void place_profiles(const std::set<fs::path>& read) {
     for (const Run& run : runs_) {
       Experiment& e = run.loaded->experiment;
-      if (is_profile(run) && !read.contains(fs::weakly_canonical(e.output)) && (o_.run.fresh || !has_profile(run)))
-        e.output = file_of(run);
+      if (!is_profile(run) || read.contains(fs::weakly_canonical(e.output))) continue;
+      if (o_.run.fresh || fs::exists(file_of(run)) || !has_profile(run)) e.output = file_of(run);
     }
   }
 

@@ -698,6 +698,7 @@ void CudaExecutor::make_room(Replay& r, const std::vector<std::int32_t>& slots) 
   const int most = store_.shape().max_tokens, needed = std::min(longest + 1, most);
   if (needed <= r.room && r.room <= 4 * needed + 4096) return;
   const int spare = std::max(512, needed / 8);
+  r.graph = {};  // before its marks
   r = Replay{};
   r.room = std::min(most, (needed / spare + 2) * spare);
 }
@@ -713,7 +714,7 @@ bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& ho
   PartEvents* parts = PartClock::thread_events();
   if (!known) {
     r.graph = {};  // before its marks
-    r.marks = parts ? std::make_unique<PartMarks>() : nullptr;
+    r.marks = parts ? std::make_shared<PartMarks>() : nullptr;
     r.graph = CudaGraph(stream_, [&] {
       std::optional<MarksInGraph> marked;
       if (parts) marked.emplace(*parts, *r.marks);
@@ -726,7 +727,7 @@ bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& ho
   watch_.begin(stream_);
   r.graph.launch(stream_);
   watch_.end(stream_);
-  if (parts) parts->launched(*r.marks);
+  if (parts) parts->launched(r.marks);
   ++replayed_;
   return true;
 }

@@ -64,7 +64,7 @@ class CudaExecutor final : public Executor {
     State warm, captured;              // after the latest step without a graph; at the capture of `graph`
     int room = 0;                      // tokens of a head that the arrays of `graph` have room for
     CudaStore::Taken taken;            // by edits of the step
-    std::unique_ptr<PartMarks> marks;  // that `graph` holds; null = none
+    std::shared_ptr<PartMarks> marks;  // that `graph` holds; null = none
     CudaGraph graph;
   };
 

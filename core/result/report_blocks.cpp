@@ -20,7 +20,7 @@ constexpr std::pair<const char*, const char*> label_meanings[] = {
     {"graph", "decode steps are launched as CUDA graphs"},
     {"disturbed", "other processes took cores that this cell needed: its times are too long"},
     {"replayed", "a recording gave each step the full cache's queries, keys and values; no text was generated"},
-    {"events", "events lie between the parts of steps, and no two parts overlap, which costs time"},
+    {"events", "events lie between the parts of steps, and no two parts of the main stream overlap, which costs time"},
     {"eager", "steps are launched kernel by kernel with events between their parts, which costs time"},
 };
 

@@ -97,9 +97,14 @@ __device__ inline void decode_page(const std::byte* from, const PageLayout& of, 
   }
 }
 
-// The other way: from a page on the device to one in shared memory.
+// The other way: from a page on the device to one in shared memory. All of it crosses the link, so what no token has is
+// 0.
 __device__ inline void encode_page(const std::byte* from, const PageLayout& of, std::byte* to, const PageLayout& as,
                                    int tokens, int lane) {
+  if (tokens < as.page_size) {
+    for (int i = lane; i < static_cast<int>(as.bytes / 16); i += 32) reinterpret_cast<uint4*>(to)[i] = uint4{};
+    __syncwarp();
+  }
   copy_fields(from, of, to, as, tokens, lane);
   const RowLanes at(of.head_dim, lane);
   const bool key = at.key(0);

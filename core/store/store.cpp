@@ -188,7 +188,8 @@ Store::SpillState Store::spill_state(int slot) const {
   SpillState s{.spilled = spills(slot), .room = slot_room(slot), .layers = {}};
   for (int layer = 0; layer < options_.shape.layers; ++layer) {
     const std::size_t at = layer_slot(layer, slot);
-    s.layers.push_back({placed_[at], placed_step_[at], placed_room_[at], spare_[at]});
+    s.layers.push_back(placed_[at] ? SpillState::OfLayer{true, placed_step_[at], placed_room_[at], spare_[at]}
+                                   : SpillState::OfLayer{});
   }
   return s;
 }

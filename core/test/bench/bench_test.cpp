@@ -47,4 +47,14 @@ TEST_CASE("bench names the ops it knows") {
   CHECK_THROWS_WITH(bench::run({"gemv", "sort"}), Catch::Contains("'sort'") && Catch::Contains("gemm"));
   const auto said = [](const auto&...) {};
   CHECK_THROWS_WITH(bench::check({"append"}, false, said, "no such shape"), Catch::Contains("'no such shape'"));
+  std::vector<std::string> shapes;
+  CHECK(bench::check(
+      {"copy"}, false,
+      [&](const std::string& op, const std::string& shape, const std::string& differs) {
+        CHECK(op == "copy");
+        CHECK(differs.empty());
+        shapes.push_back(shape);
+      },
+      "append 1 of 1024"));
+  CHECK(shapes == std::vector<std::string>{"append 1 of 1024 tokens", "append 1 of 1024 tokens, state"});
 }

@@ -245,6 +245,7 @@ TEST_CASE("reproduce -o: a profile is made in the folder, and where policies loo
   CHECK(std::filesystem::last_write_time(both.profile("one")) == before);
   CHECK(both.reproduce({"--fresh"}, "paper/figure1").code == 0);
   CHECK(results::is_profile(both.in_folder("heads_one")));
+  CHECK_THAT(both.reproduce({}, "paper/figure1").said, Contains("out/paper-heads_one.h5 is there"));
   CHECK(std::filesystem::last_write_time(both.profile("one")) == before);
 }
 

@@ -1,6 +1,8 @@
 // Labels of a cell that do not depend on what else the machine does.
 #pragma once
+#include <algorithm>
 #include <string>
+#include <string_view>
 
 #include "result/results.hpp"
 
@@ -8,11 +10,13 @@ namespace kvlab::test {
 
 // All but `disturbed`, which a busy machine adds.
 inline std::string lasting_labels(const results::SummaryRow& row) {
-  const std::string disturbed = "disturbed";
-  std::string labels = row.labels;
-  if (labels == disturbed) return "";
-  if (labels.ends_with(", " + disturbed)) labels.resize(labels.size() - disturbed.size() - 2);
-  return labels;
+  std::string out;
+  for (const char* begin = row.labels.c_str(); *begin;) {
+    const std::string_view rest(begin), label = rest.substr(0, rest.find(", "));
+    if (label != "disturbed") out.append(out.empty() ? "" : ", ").append(label);
+    begin += std::min(rest.size(), label.size() + 2);
+  }
+  return out;
 }
 
 }  // namespace kvlab::test
