@@ -79,11 +79,14 @@ Record record_of(const nlohmann::json& object, const std::string& where) {
 }
 
 // Data that were edited after their conversion would be scored as the published set. Headers of earlier versions have
-// no hash.
-void check_hash(const Record& first, std::string_view text, const std::string& where) {
-  const auto found = first.find(std::string(header_field) + ".records_sha256");
-  if (found == first.end() || found->second.size() != 1) return;
-  const std::string& wanted = found->second.front();
+// no hash. A file that lacks records has a message of its own (plugins/jsonl).
+void check_hash(const std::vector<Record>& records, std::string_view text, const std::string& where) {
+  const auto in_header = [&](const char* field) {
+    const auto found = records[0].find(std::string(header_field) + field);
+    return found == records[0].end() || found->second.size() != 1 ? "" : found->second.front();
+  };
+  const std::string wanted = in_header(".records_sha256"), count = in_header(".records");
+  if (wanted.empty() || (!count.empty() && count != std::to_string(records.size() - 1))) return;
   const std::string got = sha256_hex(text.substr(std::min(text.find('\n'), text.size() - 1) + 1));
   if (got != wanted)
     throw Error(Errc::data,
@@ -188,7 +191,7 @@ std::vector<Record> ModelTaskEnv::records(const std::string& path) const {
       const std::string here = where + ":" + std::to_string(line);
       out.push_back(record_of(parse(row, here), here));
     }
-    if (!out.empty()) check_hash(out.front(), std::string_view(text).substr(first), where);
+    if (!out.empty()) check_hash(out, std::string_view(text).substr(first), where);
   }
   if (out.empty()) throw Error(Errc::data, "got no records, wanted JSON lines or a JSON array", where);
   return out;

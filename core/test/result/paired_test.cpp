@@ -189,9 +189,9 @@ TEST_CASE("the difference of texts is that of nats per token, each text with its
 }
 
 TEST_CASE("equal answers have an interval around 0 that shrinks with their number") {
-  const Interval few = difference_of(table(20, 0, 0, 10)).interval,
+  const Interval of_30 = difference_of(table(20, 0, 0, 10)).interval,
                  many = difference_of(table(200, 0, 0, 100)).interval;
-  CHECK((few.low < -0.03 && few.high > 0.03));  // three in 100 would be missed in 40 of 100 cases
+  CHECK((of_30.low < -0.03 && of_30.high > 0.03));  // three in 100 would be missed in 40 of 100 cases
   CHECK((many.low > -0.03 && many.high < 0.03));
   CHECK((many.low < 0 && many.high > 0));
 }
