@@ -1,14 +1,16 @@
 // The example of core/api/README.md; a test holds the two together.
 #pragma once
 #include <kvlab/plugin.hpp>
+#include <kvlab/takes_no_pruner.hpp>
 
 // begin
 // Heads keep their newest 64 tokens. All pages but the newest live on the host. A step brings its best four.
-class EvictAndRecall final : public kvlab::Policy {
+class EvictAndRecall final : public kvlab::Policy, public kvlab::TakesNoPruner {
  public:
   kvlab::Needs needs() const override {
     return kvlab::Needs{}.page_summary(kvlab::Summary::min_max).host_pages(true).capturable(true);
   }
+  const char* takes_no_pruner() const override { return "evicts tokens"; }
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     if (kv.last[0]) leave(kv, edits, s);
   }
