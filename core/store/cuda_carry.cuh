@@ -97,8 +97,8 @@ __device__ inline void decode_page(const std::byte* from, const PageLayout& of, 
   }
 }
 
-// The other way: from a page on the device to one in shared memory. All of it crosses the link, so what no token has is
-// 0.
+// The other way: from a page on the device to one in shared memory. All of it crosses the link, so it is 0 where no
+// token is.
 __device__ inline void encode_page(const std::byte* from, const PageLayout& of, std::byte* to, const PageLayout& as,
                                    int tokens, int lane) {
   if (tokens < as.page_size) {
