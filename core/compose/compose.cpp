@@ -304,17 +304,14 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
 
   // What a budget in bytes must be in the longest sequence for so many tokens of each KV head.
   std::string least_bytes(int tokens) const {
-    const auto bytes_of = [&](int layers, int held) {
-      const int pages = (std::max(held, 1) + shape_.page_size - 1) / shape_.page_size;
-      return std::int64_t{layers} * shape_.kv_heads * pages * page_bytes_;
-    };
-    const std::int64_t dense = bytes_of(dense_layers_, shape_.max_tokens);
+    const std::int64_t dense = bytes_of_layers(dense_layers_, shape_.max_tokens, shape_, page_bytes_),
+                       others =
+                           bytes_of_layers(shape_.layers - dense_layers_, std::max(tokens, 1), shape_, page_bytes_);
     const std::string layers = dense_layers_ == 0 ? ""
                                : dense_layers_ == 1
                                    ? fmt::format("the first dense layer takes {}; ", dense)
                                    : fmt::format("the first {} dense layers take {}; ", dense_layers_, dense);
-    return fmt::format(": {}at least {} bytes", layers,
-                       state_bytes_ + dense + bytes_of(shape_.layers - dense_layers_, tokens));
+    return fmt::format(": {}at least {} bytes", layers, state_bytes_ + dense + others);
   }
 
   // Says what a selector's budget will not be obeyed in. A ratio is judged by the longest sequence.

@@ -24,9 +24,12 @@ BudgetAmount amount_for_pages(BudgetAmount amount, std::size_t state_bytes) {
   return amount;
 }
 
+std::int64_t bytes_of_layers(int layers, std::int64_t tokens, const Shape& s, std::int64_t page_bytes) {
+  return std::int64_t{layers} * s.kv_heads * ((tokens + s.page_size - 1) / s.page_size) * page_bytes;
+}
+
 int byte_budget_tokens(double bytes, int seen, const Shape& s, std::int64_t page_bytes, int dense_layers) {
-  const std::int64_t pages_seen = (seen + s.page_size - 1) / s.page_size;
-  const std::int64_t dense = std::int64_t{dense_layers} * s.kv_heads * pages_seen * page_bytes;
+  const std::int64_t dense = bytes_of_layers(dense_layers, seen, s, page_bytes);
   const std::int64_t heads = std::int64_t{s.layers - dense_layers} * s.kv_heads;
   if (heads <= 0) return unlimited;
   const double pages = (bytes - static_cast<double>(dense)) / static_cast<double>(heads * page_bytes);

@@ -20,4 +20,7 @@ int budget_tokens(const BudgetAmount& amount, int seen, const Shape& shape, std:
 // The same of a budget in bytes, which may buy no page at all.
 int byte_budget_tokens(double bytes, int seen, const Shape& shape, std::int64_t page_bytes, int dense_layers);
 
+// Bytes of so many layers whose KV heads hold so many tokens each, in whole pages.
+std::int64_t bytes_of_layers(int layers, std::int64_t tokens, const Shape& shape, std::int64_t page_bytes);
+
 }  // namespace kvlab

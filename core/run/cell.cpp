@@ -100,10 +100,9 @@ void check_equal_bytes(const CellInput& in, const EngineOptions& o) {
   for (const CodecSpec& codec : policy->codecs()) page = std::min(page, page_bytes(shape, codec, needs));
   std::size_t shortest = std::numeric_limits<std::size_t>::max();
   for (const Item& item : in.items->items) shortest = std::min(shortest, item.prompt.size() + item.fed.size());
-  const std::int64_t pages = (static_cast<std::int64_t>(shortest) + shape.page_size - 1) / shape.page_size;
   const int dense = needs.dense_layers();
-  const std::int64_t of_dense = std::int64_t{dense} * shape.kv_heads * pages * page,
-                     least = of_dense + std::int64_t{shape.layers - dense} * shape.kv_heads * page;
+  const std::int64_t of_dense = bytes_of_layers(dense, static_cast<std::int64_t>(shortest), shape, page),
+                     least = of_dense + bytes_of_layers(shape.layers - dense, 1, shape, page);
   if (static_cast<double>(in.experiment->equal_bytes) * (1 + bytes_apart) >= static_cast<double>(least)) return;
   const std::string layers = dense == 0 ? ""
                                         : fmt::format("all tokens of {} dense layer{}, {} bytes, and ", dense,
