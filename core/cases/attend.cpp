@@ -5,14 +5,17 @@
 #include <fmt/ranges.h>
 #include <kvlab/ops.hpp>
 
+#include <array>
 #include <limits>
 #include <tuple>
 
+#include "base/device_op.hpp"
 #include "base/half.hpp"
 #include "cases/attend_scene.hpp"
 #include "cases/case.hpp"
 #include "cases/quick.hpp"
 #include "cases/relative_error.hpp"
+#include "ops/attend/late_mass.hpp"
 #include "store/workspace.hpp"
 
 namespace kvlab::cases {
@@ -467,15 +470,33 @@ void check_sums(Place& place, Check& check, const AttendShape& shape, GroupRule 
   a.mass = {place.take<float>(static_cast<std::size_t>(o.rows * row)), wanted.mass.view().extent, {row, scene.room, 1}};
   for (int i = 0; i < 2; ++i) ops::attend(a, scene.workspace, place.stream());
   compare_values(place, check, "out", place.get(a.out), wanted.out.values(), Tolerance{}.output);
-  for (const int column : {1, 0}) {
+  const auto sums_in = [&](int column) {
     const Scores got = place.put(View<float, 3>::dense(std::vector<float>(sums.size()).data(), sum_of.extent));
     ops::read_state({&a.kv, column}, got, place.stream());
-    std::vector<float> of = place.get(got);
-    if (column == 1)
-      compare_values(place, check, "sums", of, sums, Tolerance{}.probability);
-    else
-      check.that("the other column is 0", std::ranges::all_of(of, [](float x) { return x == 0; }));
+    return place.get(got);
+  };
+  const std::vector<float> at_once = sums_in(1), zeros(sums.size(), 0.f);
+  compare_values(place, check, "sums", at_once, sums, Tolerance{}.probability);
+  check.that("the other column is 0", sums_in(0) == zeros);
+  if (place.stream().device() == Device::cpu) return;
+  // The other column gets the same by a later launch, where the op leaves the mass.
+  ops::LateMass late;
+  late.tokens = static_cast<int>(scene.room);
+  late.room = place.take<std::byte>(
+      static_cast<std::size_t>(ops::LateMass::bytes(o.rows, scene.heads(), o.kv_heads, late.tokens)));
+  a.late = &late, a.mass_into = {0, rule};
+  const std::vector<float> out = place.get(a.out);
+  for (int i = 0; i < 2; ++i) {
+    late.left = false;
+    ops::attend(a, scene.workspace, place.stream());
+    if (late.left) only_on_cuda<ops::add_late_mass>(std::array{late}, place.stream());
   }
+  check.that("the output is the same", place.get(a.out) == out);
+  check.that("a later launch adds the same", sums_in(0) == at_once);
+  check.that("the first column stays", sums_in(1) == at_once);
+  const bool listed = shape.listed || shape.tokens >= 0, shares = o.page_size % 16 == 0 && o.head_dim % 16 == 0;
+  check.that("the op leaves mass where its kernel leaves shares",
+             late.left == (shares && o.head_dim != 80 && !listed && !shape.lower && rule != GroupRule::softmax_mean));
 }
 
 void add_sums(std::vector<Case>& v) {
@@ -692,7 +713,8 @@ void add_nan(std::vector<Case>& v) {
 // Layers of the same content. A run attends to one after the other, as a decode step does.
 class StepScene final : public Scene {
  public:
-  StepScene(Place& place, const AttendShape& shape, int copies)
+  // late: attention leaves its mass, and nothing adds it.
+  StepScene(Place& place, const AttendShape& shape, int copies, bool late)
       : place_(place), scene_(shape, 7), workspace_(ledger_, place.stream()), args_(scene_.put(place)) {
     layers_.push_back(args_.kv.base);
     while (static_cast<int>(layers_.size()) < copies)
@@ -703,6 +725,11 @@ class StepScene final : public Scene {
     args_.mass =
         View<float, 3>::dense(place.take<float>(static_cast<std::size_t>(rows * heads * room)), {rows, heads, room});
     args_.mass_into = {0, GroupRule::max};
+    if (!late) return;
+    late_.tokens = static_cast<int>(room);
+    late_.room = place.take<std::byte>(
+        static_cast<std::size_t>(ops::LateMass::bytes(rows, static_cast<int>(heads), shape.options.kv_heads, room)));
+    args_.late = &late_;
   }
   void run(int copy) override {
     args_.kv.base = layers_[static_cast<std::size_t>(copy)];
@@ -724,13 +751,14 @@ class StepScene final : public Scene {
   Ledger ledger_;
   StoreWorkspace workspace_;
   ops::AttendArgs args_;
+  ops::LateMass late_;
   std::vector<std::byte*> layers_;
 };
 
 // tokens: of all rows together that a KV head reads.
-Case step(const std::string& name, const AttendShape& shape, std::int64_t tokens, bool cuda) {
+Case step(const std::string& name, const AttendShape& shape, std::int64_t tokens, bool cuda, bool late = false) {
   Case c{"attend", name};
-  c.make = [shape](Place& place, int copies) { return std::make_unique<StepScene>(place, shape, copies); };
+  c.make = [=](Place& place, int copies) { return std::make_unique<StepScene>(place, shape, copies, late); };
   (cuda ? c.timed_cuda : c.timed_cpu) = true;
   const PagedOptions& o = shape.options;
   const auto side = [&](CodecSide s) { return ops::row_bytes(s, o.dtype, o.head_dim) + (s.bits ? 4 : 0); };
@@ -833,6 +861,15 @@ void add_steps(std::vector<Case>& v) {
     v.push_back(step(fmt::format("mass into state, {} 32/8 heads of 128, {} x {}, page 16", name, batch, context), s,
                      std::int64_t{batch} * context, true));
   }
+  // A head under a budget of 2048 tokens, with the step's token.
+  for (const auto& [name, columns, late] :
+       {std::tuple{"bf16", 0, false}, {"mass into state, bf16", 1, false}, {"mass left, bf16", 1, true}})
+    for (const int batch : {1, 8}) {
+      AttendShape s = batch_of(batch, 2049, 16);
+      s.options.state_columns = columns;
+      v.push_back(step(fmt::format("{} 32/8 heads of 128, {} x 2049, page 16", name, batch), s,
+                       std::int64_t{batch} * 2049, true, late));
+    }
   const std::vector<int> ragged = ragged_lengths();
   AttendShape many = bf16_shape(64, 8, 128, 16, 4);
   for (const int n : ragged) many.lengths.insert(many.lengths.end(), 8, n);

@@ -26,6 +26,7 @@
 #include "plugin/edits_author.hpp"
 #include "plugin/offloads.hpp"
 #include "plugin/steady_split.hpp"
+#include "plugin/takes_mass_late.hpp"
 #include "plugin/verified.hpp"
 
 namespace kvlab {
@@ -56,7 +57,12 @@ class CountedWorkspace final : public Workspace {
   std::size_t bytes_per_slot_ = 0;
 };
 
-class ComposedPolicy final : public Policy, public EditsAuthor, public Verified, public BeforeStep, public Offloads {
+class ComposedPolicy final : public Policy,
+                             public EditsAuthor,
+                             public Verified,
+                             public BeforeStep,
+                             public Offloads,
+                             public TakesMassLate {
  public:
   explicit ComposedPolicy(Composition parts) : parts_(std::move(parts)) {
     if (parts_.scorer) {
@@ -87,6 +93,12 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified,
   }
 
   bool offloads() const override { return parts_.host && !parts_.selector; }
+
+  // Under re_rotate, and with numbers that a split gives in scratch, each layer evicts by itself.
+  bool takes_mass_late() const override {
+    const char* column = steady_ && !parts_.split && !parts_.scorer->by_age() ? parts_.scorer->column() : nullptr;
+    return column && scorer_needs_.mass_into().state == column && scorer_needs_.rope() != RopeRegime::re_rotate;
+  }
 
   void verify() override {
     for (Verified* part : verified_parts())

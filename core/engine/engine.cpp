@@ -23,6 +23,7 @@
 #include "plugin/edits_author.hpp"
 #include "plugin/in_prompts.hpp"
 #include "plugin/offloads.hpp"
+#include "plugin/takes_mass_late.hpp"
 #include "plugin/verified.hpp"
 #include "store/cuda_store.hpp"
 
@@ -122,6 +123,12 @@ void check_needs(const Model& model, const Policy& policy, const EngineOptions& 
                                   std::to_string(model.config.context) + ", the context of " + model.name);
 }
 
+// Whether the mass that goes to token state may come at a step's end. Only steps that a graph may hold have such an
+// end.
+bool mass_may_wait(const Policy& policy, const EngineOptions& o) {
+  return o.device == Device::cuda && o.graphs && policy.needs().capturable() && takes_mass_late(policy);
+}
+
 void check_reads(const char* callback, const Edits& edits) {
   if (!edits.logits().empty() || !edits.made_up().empty() || !edits.biases().empty() || !edits.distances().empty() ||
       !edits.left_out().empty())
@@ -198,7 +205,7 @@ CacheMemory Engine::memory(const Model& model, Policy& policy, const EngineOptio
   if (o.prefill_chunk > 0 || kvlab::prompt_chunk(policy) > 0)
     m.queries =
         std::int64_t{s.layers + 1} * needs.window_queries() * (s.query_heads + 2 * s.kv_heads) * s.head_dim * number;
-  m.mass = mass_bytes(s, needs.any_mass());
+  m.mass = mass_bytes(s, needs.any_mass()) + (mass_may_wait(policy, o) ? late_mass_bytes(s) : 0);
   m.scratch_of_callback =
       number * s.query_heads * (needs.scratch_numbers() * slots * s.max_tokens + std::int64_t{s.head_dim} * s.head_dim);
   // A policy that is not capturable may rewrite in steps, which have rows of all sequences.
@@ -237,7 +244,7 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
   capturable_ = stream_.device() == Device::cuda && policy_->needs().capturable();
   if (const MassState& m = needs_.mass_into(); m.when != Mass::none)
     mass_into_ = {static_cast<int>(std::ranges::find(needs_.token_state(), m.state) - needs_.token_state().begin()),
-                  m.rule};
+                  m.rule, mass_may_wait(*policy_, options_)};
   tail_.resize(static_cast<std::size_t>(options.slots));
   sequences_.resize(tail_.size());
   question_.resize(tail_.size());

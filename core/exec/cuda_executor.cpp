@@ -2,16 +2,21 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <kvlab/error.hpp>
 #include <optional>
+#include <utility>
 
 #include "base/backend.hpp"
+#include "base/device_op.hpp"
 #include "base/finite.hpp"
+#include "base/late_state.hpp"
 #include "base/part_events.hpp"
 #include "base/part_timer.hpp"
 #include "ops/attend/attend.hpp"
 #include "ops/attend/attend_made_up.hpp"
 #include "ops/attend/attend_prompt.hpp"
+#include "ops/attend/late_mass.hpp"
 #include "ops/attend/left_out.hpp"
 #include "ops/linear/argmax.hpp"
 #include "ops/linear/embed.hpp"
@@ -60,6 +65,22 @@ T* CudaExecutor::room(StreamMemory& m, std::int64_t count) {
     m = StreamMemory(stream_, bytes);
   }
   return m.as<T>();
+}
+
+// Most bytes of mass that waits. The shares of many sequences would come from memory where attention itself finds them
+// in the L2 cache, and few sequences gain.
+static std::int64_t most_late_mass() {
+  static const char* const chosen = std::getenv("KVLAB_X_MASS");
+  return chosen ? std::int64_t{std::atoi(chosen)} << 20 : std::int64_t{64} << 20;
+}
+
+static std::int64_t late_bytes(const Shape& s, std::int64_t rows, std::int64_t tokens) {
+  return s.layers * ops::LateMass::bytes(rows, s.query_heads, s.kv_heads, tokens);
+}
+
+std::int64_t late_mass_bytes(const Shape& s) {
+  if (s.page_size % ops::ShareLayout::tokens) return 0;
+  return std::min(most_late_mass(), late_bytes(s, s.max_slots, s.max_tokens));
 }
 
 std::int64_t mass_bytes(const Shape& s, Mass wanted) {
@@ -362,7 +383,8 @@ PagedKv CudaExecutor::chunk_view(int layer, int slot, std::int64_t tokens) {
 }
 
 void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass,
-                               ops::MassColumn mass_into, const PromptMask* masks, bool leaves_lse) {
+                               ops::MassColumn mass_into, const PromptMask* masks, bool leaves_lse,
+                               ops::LateMass* late) {
   const PartTimer timer(Part::attend);
   const ModelConfig& c = model_->config;
   const std::int64_t width = std::int64_t{c.heads} * c.head_dim;
@@ -383,6 +405,7 @@ void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const 
   if (decoding() && rounds(kv)) a.rounded = rounded_.as<std::uint16_t>() + first_row * width;
   a.mass = mass;
   a.mass_into = mass_into;
+  a.late = late;
   if (read.made_up || leaves_lse)
     a.lse = View<float, 2>::dense(lse_.as<float>() + first_row * c.heads, {kv.rows, c.heads});
   ops::choose_and_attend(a, store_.workspace(), stream_);
@@ -620,6 +643,25 @@ View<float, 3> CudaExecutor::step_mass(std::int64_t rows, std::int64_t tokens) {
   return View<float, 3>::dense(room<float>(mass_, rows * heads * mass_room(tokens)), {rows, heads, tokens});
 }
 
+ops::LateMass* CudaExecutor::wait_with_mass(std::int64_t rows, const View<float, 3>& mass,
+                                            const ops::MassColumn& into) {
+  const Shape& s = store_.shape();
+  if (!into.may_wait || room_ == 0 || batch_invariant_ || s.page_size % ops::ShareLayout::tokens) return nullptr;
+  const std::int64_t tokens = mass.extent[2], all = late_bytes(s, rows, tokens);
+  if (all > most_late_mass()) return nullptr;
+  ops::LateMass next;
+  next.room = room<std::byte>(late_room_, all) + std::ssize(late_) * (all / s.layers);
+  next.tokens = static_cast<int>(tokens);
+  return &late_.emplace_back(next);
+}
+
+void CudaExecutor::write_late() {
+  if (late_.empty()) return;
+  const PartTimer timer(Part::attend);
+  const std::vector<ops::LateMass> all = std::exchange(late_, {});
+  only_on_cuda<ops::add_late_mass>(all, stream_);
+}
+
 View<const float, 3> CudaExecutor::attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,
                                           const View<float, 3>& mass, ops::MassColumn mass_into) {
   const ModelConfig& c = model_->config;
@@ -627,7 +669,10 @@ View<const float, 3> CudaExecutor::attend(int layer, const std::vector<std::int3
   const bool rounded = rounds(kv);
   if (!read.pages && !read.tokens) store_.note_absent(layer, slots);
   if (read.made_up) room<float>(lse_, kv.rows * c.heads);
-  batch_invariant_ ? attend_each(kv, read, mass, mass_into) : attend_rows(kv, 0, read, mass, mass_into);
+  ops::LateMass* const late = wait_with_mass(kv.rows, mass, mass_into);
+  batch_invariant_ ? attend_each(kv, read, mass, mass_into)
+                   : attend_rows(kv, 0, read, mass, mass_into, nullptr, false, late);
+  if (late && !late->left) late_.pop_back();
   attended_ = rounded ? &rounded_ : &attention_;
   attended_type_ = rounded ? weights_.dtype : DType::f32;
   return View<const float, 3>::dense(attention_.as<float>(), {kv.rows, c.heads, c.head_dim});
@@ -742,6 +787,8 @@ Fit CudaExecutor::run(const std::vector<std::int32_t>& slots, LayerHooks& hooks,
       store.reserved(false);
     }
   } const until_the_end{store_};
+  late_.clear();  // of a step that an error ended
+  const LateStateScope scope(*this);
   store_.in_graph(replayable);
   store_.taken_by_edits();
   keeps_rows_ = replayable && hooks.keeps_rows();

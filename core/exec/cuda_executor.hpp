@@ -11,16 +11,18 @@
 
 #include "base/cuda_graph.hpp"
 #include "base/cuda_stopwatch.hpp"
+#include "base/late_state.hpp"
 #include "base/part_events.hpp"
 #include "base/stream_memory.hpp"
 #include "exec/executor.hpp"
 #include "model/cuda_model.hpp"
+#include "ops/attend/late_mass.hpp"
 #include "ops/linear/linear.hpp"
 #include "store/cuda_store.hpp"
 
 namespace kvlab {
 
-class CudaExecutor final : public Executor {
+class CudaExecutor final : public Executor, private LateState {
  public:
   // Throws Errc::unsupported for a model without weights on the device.
   CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store, bool batch_invariant = false);
@@ -70,6 +72,9 @@ class CudaExecutor final : public Executor {
 
   template <class T>
   T* room(StreamMemory& m, std::int64_t count);
+  void write_late() override;  // adds the mass of late_
+  // Makes room for the mass of the next layer, if it may wait for the step's end. Returns null if it may not.
+  ops::LateMass* wait_with_mass(std::int64_t rows, const View<float, 3>& mass, const ops::MassColumn& into);
   State state() const;
   void note_prompt(const View<float, 2>& logits);  // for nonfinite_rows, after the last layer
   Replay& replay_of(const std::vector<std::int32_t>& slots) {
@@ -90,7 +95,8 @@ class CudaExecutor final : public Executor {
   void turn(const PagedKv& kv, bool ahead);
   PagedKv chunk_view(int layer, int slot, std::int64_t tokens);
   void attend_rows(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass,
-                   ops::MassColumn mass_into, const PromptMask* masks = nullptr, bool leaves_lse = false);
+                   ops::MassColumn mass_into, const PromptMask* masks = nullptr, bool leaves_lse = false,
+                   ops::LateMass* late = nullptr);
   bool rounds(const PagedKv& kv) const;
   bool rounds_queries(std::int64_t tokens) const;
   void* rounded_queries(std::int64_t tokens);
@@ -144,6 +150,8 @@ class CudaExecutor final : public Executor {
   StreamMemory likeliest_;            // i32 [row]
   StreamMemory nonfinite_;            // i32 [row]: marks of rows, 0 between calls; a prompt uses the first
   StreamMemory mass_, sums_, logits_;  // f32
+  StreamMemory late_room_;             // of late_, of all layers
+  std::vector<ops::LateMass> late_;    // mass of this step's layers that is not in token state yet
   StreamMemory lse_;  // f32 [row, query head] of attention that made-up tokens join, or of a chunk with a list
   StreamMemory copy_, copy_table_;  // pages and table of one layer's copy, for prompts
   PageLayout copy_layout_;

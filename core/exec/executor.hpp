@@ -179,6 +179,8 @@ class Executor {
 
 // Returns the most bytes of attention mass that an executor on either device keeps at once.
 std::int64_t mass_bytes(const Shape& s, Mass wanted);
+// The same of mass that waits for a step's end on a GPU (ops::MassColumn::may_wait).
+std::int64_t late_mass_bytes(const Shape& s);
 
 // Throws the errors that make_executor would throw on such a device, except those for the model's weights.
 void check_executor(const Model& model, Device device);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/backend.hpp"
+#include "base/late_state.hpp"
 #include "base/part_timer.hpp"
 #include "ops/page/codes.hpp"
 #include "ops/page/packed.hpp"
@@ -663,6 +664,7 @@ bool Store::leaves_later(int layer) const {
 }
 
 void Store::end_layers() {
+  write_late_state();
   if (leaving_.empty()) return;
   const PartTimer timer(Part::compact);
   evict_together(std::exchange(leaving_, {}));
@@ -670,6 +672,7 @@ void Store::end_layers() {
 
 Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) {
   check_grouped(e, slots);
+  write_late_state();
   if (leaves_later(e.layer)) end_layers();
   const PartTimer timer(moves_pages(e.verb) ? Part::recall : Part::compact);
   Applied one;

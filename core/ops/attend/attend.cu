@@ -7,6 +7,7 @@
 #include "base/tensor_map.hpp"
 #include "ops/attend/attend.cuh"
 #include "ops/attend/attend_plain.cuh"
+#include "ops/attend/late_mass.hpp"
 #include "ops/linear/linear.cuh"
 #include "ops/page/add_mass.cuh"
 #include "ops/page/ranks.cuh"
@@ -126,7 +127,8 @@ const CUtensorMap& decode::map_of_units(const PagedKv& kv, const Args& a) {
 }
 
 // Attends to the pages of one layout. lower: the layout of lower runs that the same launch reads. prior: the result of
-// the lower pages, with Args::rest. shares: where they go instead of scores, to be added to token state.
+// the lower pages, with Args::rest. shares: where they go instead of scores, to be added to token state unless they are
+// left.
 static void attend_part(const AttendArgs& in, const MassShares* shares, const PageLayout& l, const PageLayout* lower,
                         Args::Part part, const AttendArgs* prior, Stream s) {
   const PagedKv& kv = in.kv;
@@ -141,7 +143,9 @@ static void attend_part(const AttendArgs& in, const MassShares* shares, const Pa
                               : in.most_distance > 0
                                   ? tokens_beyond(DeviceKv(kv), in.last, in.most_distance, s.handle())
                                   : token_ranks(DeviceKv(kv), s.handle());
-  if (shares) a.state = FrameColumn::state(kv, in.mass_into.column), a.rule = in.mass_into.rule, a.error = kv.error;
+  if (shares && !in.late)
+    a.adds = true, a.state = FrameColumn::state(kv, in.mass_into.column), a.rule = in.mass_into.rule,
+    a.error = kv.error;
   if (turn) a.inv_freq = kv.rope_table.inv_freq;
   if (turn) a.turn_scale = in.most_distance > 0 ? 1 : kv.rope_table.attention_scale;  // stored keys carry it
   a.rank_room = static_cast<int>(kv.table.extent[2]) * kv.page_size;
@@ -218,17 +222,23 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
   if (kv.rows == 0) return;
   const cudaStream_t stream = cuda::stream_of(s);
   const int heads = static_cast<int>(in.queries.extent[1]);
-  AttendArgs a = in;
-  if (in.mass && !in.lse)
-    a.lse = View<float, 2>::dense(
-        static_cast<float*>(cuda::fixed_scratch(s.handle(), "attend lse", std::size_t(kv.rows) * heads * 4)),
-        {kv.rows, heads});
   const bool both = kv.lower_pages && reads_both(in);
   // Blocks that add to token state wait for one another, and other work holds the multiprocessors that a step leaves
   // free.
   MassShares room;
   const bool sums = into && in.mass_into.rule != GroupRule::softmax_mean && (both || !kv.lower_pages) &&
                     cuda::step_multiprocessors() == cuda::multiprocessors() && room.fill(in.mass, kv);
+  AttendArgs a = in;
+  a.late = sums && !kv.lower_pages && !in.pages && !in.lse ? in.late : nullptr;
+  if (a.late) {
+    room.fill(*a.late, heads, kv.kv_heads);
+    a.lse = View<float, 2>::dense(MassShares::lse_of(*a.late, kv.rows, heads, kv.kv_heads), {kv.rows, heads});
+    a.late->left = true, a.late->kv = kv, a.late->into = in.mass_into, a.late->heads = heads;
+  } else if (in.mass && !in.lse) {
+    a.lse = View<float, 2>::dense(
+        static_cast<float*>(cuda::fixed_scratch(s.handle(), "attend lse", std::size_t(kv.rows) * heads * 4)),
+        {kv.rows, heads});
+  }
   if (in.mass && !sums) clear_scores(in, stream);
   if (kv.lower_pages && !(both && (sums || !in.mass)))
     attend_apart(a, s);

@@ -10,7 +10,11 @@ namespace kvlab::ops {
 struct MassColumn {
   int column = -1;
   GroupRule rule = GroupRule::mean;
+  // The step looks at it at its end alone, unless base/late_state.hpp knows better: a GPU's executor may add to it
+  // then.
+  bool may_wait = false;
 };
+struct LateMass;  // late_mass.hpp
 
 struct AttendArgs {
   PagedKv kv;                    // all listed pages must be resident (a null frame is Errc::internal)
@@ -31,6 +35,8 @@ struct AttendArgs {
   // Optional, with `mass`: the op adds the mass to a column of `kv`. `mass` is then room for it, and may hold anything
   // afterwards.
   MassColumn mass_into;
+  // Optional, with mass_into: where the op may leave the mass instead. The CPU adds it at once.
+  LateMass* late = nullptr;
   // Optional, without lists and mass: [row, i, token place, query head of the group]; kvlab/kv.hpp says more. Room for
   // fewer tokens than a head holds is Errc::internal on the CPU.
   HeadLogits logits;

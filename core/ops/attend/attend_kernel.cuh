@@ -13,7 +13,8 @@
 // combines them. Blocks that share a pair write partial results; the last block to arrive merges them
 // (attend_merge.cuh) in the order of their numbers.
 //
-// With sums of mass a block then waits for those merges, and adds what its own units got (attend_sums.cuh).
+// With sums of mass a block then waits for those merges, and adds what its own units got (attend_sums.cuh). Or it
+// leaves the shares for a later launch (late_mass.cu).
 #pragma once
 #include <algorithm>
 
@@ -636,7 +637,7 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
   }
 
   // The last block to arrive merges a pair that blocks share.
-  const bool sums = !Rows::listed && a.shares.data;
+  const bool sums = !Rows::listed && a.adds;
   if (parts[0] + parts[1] == 0 && !sums) return;
   __syncthreads();
   if (threadIdx.x < 2) {

@@ -48,7 +48,8 @@ struct Args {
   bool half;   // `rounded` is f16
   HeadLogits logits;
   int logits_at_once;        // numbers of a store
-  MassShares shares;         // data null = none; else they are added to token state, and `lse` is there
+  MassShares shares;         // data null = none; else `lse` is there
+  bool adds;                 // the kernel adds the shares to token state
   FrameColumn state;         // of the sums
   GroupRule rule;            // of the sums
   std::int32_t* error;       // PagedKv::error

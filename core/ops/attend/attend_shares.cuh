@@ -7,26 +7,32 @@
 
 #include "ops/attend/attend.hpp"
 #include "ops/attend/attend_unit.cuh"
+#include "ops/attend/late_mass.hpp"
 
 namespace kvlab::ops {
 
-// Memory of the shares: that of AttendArgs::mass. A head has a record for each 16 token places. A record has f32
-// [pair of query heads, 2] `high`, then f16 [token, pair, 2, 2] shares of token t and t + 8 in two query heads. A group
-// of one head has records of [1] and [token, 2], in the place of a pair.
-struct MassShares {
-  static constexpr int tokens = unit_tokens;
+// A head has a record for each 16 token places. A record has f32 [pair of query heads, 2] `high`, then f16 [token,
+// pair, 2, 2] shares of token t and t + 8 in two query heads. A group of one head has records of [1] and [token, 2], in
+// the place of a pair. The memory is that of AttendArgs::mass, or of LateMass.
+struct MassShares : ShareLayout {
+  static_assert(tokens == unit_tokens);
 
-  float* data = nullptr;                         // null = none; each row begins at the next multiple of 16 bytes
-  std::int64_t row = 0, head = 0;                // floats between rows, bytes between heads
-  int record = 0, behind_high = 0, of_pair = 0;  // bytes: of a record, of `high` in it, of a pair's shares of a token
+  float* data = nullptr;  // null = none; each row begins at the next multiple of 16 bytes
+  std::int64_t row = 0;   // floats between rows
 
   // False if the room is too small.
   bool fill(const View<float, 3>& room, const PagedKv& kv) {
-    const int group = static_cast<int>(room.extent[1]) / kv.kv_heads, pairs = (group + 1) / 2;
-    of_pair = group == 1 ? 4 : 8, behind_high = 8 * pairs, record = behind_high + 8 * of_pair * pairs;
-    head = ((room.extent[2] + tokens - 1) / tokens * record + 15) / 16 * 16;
+    static_cast<ShareLayout&>(*this) = ShareLayout(static_cast<int>(room.extent[1]) / kv.kv_heads, room.extent[2]);
     data = room.data, row = room.stride[0];
     return kv.page_size % tokens == 0 && kv.kv_heads * head + 12 <= room.extent[1] * room.stride[1] * 4;
+  }
+  void fill(const LateMass& room, int heads, int kv_heads) {
+    static_cast<ShareLayout&>(*this) = ShareLayout(heads / kv_heads, room.tokens);
+    data = reinterpret_cast<float*>(room.room), row = kv_heads * head / 4;
+  }
+  // The log-sum-exps of the same room, [row, query head].
+  static float* lse_of(const LateMass& room, int rows, int heads, int kv_heads) {
+    return reinterpret_cast<float*>(room.room + rows * LateMass::shares_of_row(heads, kv_heads, room.tokens));
   }
 
 #ifdef __CUDACC__

@@ -54,10 +54,15 @@ struct FourTokens {
     if (a.list) place = a.list[row * a.list_row + head * a.list_head + place];
     if (Runs == 2 && run == 1) place += lower_pages_of(a, slot, head);
     page = entries[place];
-    const int record = (place * a.page_size + offset) / MassShares::tokens;
-    high = a.shares.of(row, head) + std::int64_t{record} * a.shares.record;
+    take(a, a.shares.of(row, head), (place * a.page_size + offset) / MassShares::tokens, t,
+         a.lse + row * a.lse_row + head * a.group);
+  }
+  // of_head: the head's shares; record: that of the tokens, in which token t has place t.
+  __device__ __forceinline__ void take(const Args& a, const std::byte* of_head, int record, int t,
+                                       const float* lse_of_head) {
+    high = of_head + std::int64_t{record} * a.shares.record;
     shares = high + a.shares.behind_high + t * ((a.group + 1) / 2) * a.shares.of_pair;
-    lse = a.lse + row * a.lse_row + head * a.group;
+    lse = lse_of_head;
     load(a, 0);
   }
   // Starts the loads that need the page's entry.

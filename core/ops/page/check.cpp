@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/late_state.hpp"
 #include "ops/page/final_list.hpp"
 
 namespace kvlab::ops {
@@ -76,6 +77,7 @@ const PagedKv& resident_cache(const PagedKv* kv, const char* op, Stream s, const
 }
 
 const PagedKv& checked_column(const StateColumn& column, const char* op, Stream s, const Heads& heads) {
+  write_late_state();
   const PagedKv& kv = resident_cache(column.kv, op, s, heads);
   if (s.device() == Device::cuda) {
     if (kv.rows > 0 && (column.column < 0 || column.column >= kv.layouts[0].state_columns))

@@ -30,7 +30,7 @@ void check_kv(const PagedKv& kv, const char* op, Stream s = Stream::cpu());
 void check_resident(const PagedKv& kv, int row, int head, const char* op);
 // Returns *kv after check_kv. For a CPU stream it also checks every page of these heads, as check_resident does.
 const PagedKv& resident_cache(const PagedKv* kv, const char* op, Stream s, const Heads& heads = {});
-// The same for the column's cache, whose pages must have that column.
+// The same for the column's cache, whose pages must have that column. What waits for the column is written to it first.
 const PagedKv& checked_column(const StateColumn& column, const char* op, Stream s, const Heads& heads = {});
 void check_page(const PagedKv& kv, int row, int head, int page, const char* op);
 

@@ -12,6 +12,7 @@
 #include "engine/engine.hpp"
 #include "model/checkpoint.hpp"
 #include "plugin/budget_tokens.hpp"
+#include "plugin/takes_mass_late.hpp"
 #include "support/golden.hpp"
 
 using namespace kvlab;
@@ -312,4 +313,45 @@ TEST_CASE("a profile reaches the scorer or the selector") {
   }
   CHECK(of_scorer == 2);
   CHECK(of_selector == 2);
+}
+
+TEST_CASE("mass may come at a step's end where evictions by its column alone look at it there") {
+  struct Ranks final : Recency {
+    const char *sums, *ranks;
+    RopeRegime rope;
+    Ranks(const char* s, const char* r, int every, RopeRegime regime)
+        : Recency(every), sums(s), ranks(r), rope(regime) {}
+    Needs needs() const override {
+      return Needs{}.mass_into(sums, GroupRule::mean, Mass::all).token_state("other").rope(rope);
+    }
+    const char* column() const override { return ranks; }
+    bool steady_score() const override { return true; }
+  };
+  struct Even final : Budget {
+    void allot(const Allotment& a, Stream s) override { ops::allot_uniform(a, s); }
+  };
+  const auto late = [](const char* sums, const char* ranks, int every = 1, bool split = false,
+                       RopeRegime rope = RopeRegime::original, double tokens = 16) {
+    Composition parts;
+    parts.scorer = instance<Scorer>(new Ranks(sums, ranks, every, rope));
+    if (split) parts.split = instance<Budget>(new Even);
+    const std::shared_ptr<Policy> policy = compose(std::move(parts));
+    EngineOptions o;
+    o.max_tokens = 64;
+    if (tokens > 0) o.budget = {BudgetAmount::tokens, tokens};
+    const Engine engine(tiny(), policy, o);
+    return takes_mass_late(*policy);
+  };
+  CHECK(late("sum", "sum"));
+  CHECK(late("sum", "sum", 4));
+  CHECK_FALSE(late("sum", "other"));
+  CHECK_FALSE(late("sum", nullptr));
+  CHECK_FALSE(late("sum", "sum", 0));
+  CHECK_FALSE(late("sum", "sum", 1, true));
+  CHECK_FALSE(late("sum", "sum", 1, false, RopeRegime::re_rotate));
+  CHECK_FALSE(late("sum", "sum", 1, false, RopeRegime::original, 0));
+  Composition parts;
+  parts.scorer = instance<Scorer>(new Recency(1));
+  CHECK_FALSE(takes_mass_late(*compose(std::move(parts))));
+  CHECK_FALSE(takes_mass_late(*compose({})));
 }

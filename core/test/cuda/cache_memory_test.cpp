@@ -111,3 +111,25 @@ TEST_CASE("cuda memory: what the cache takes on the device stays below device_me
     }
   }
 }
+
+TEST_CASE("cuda memory: mass that waits for a step's end counts as it is taken") {
+  const auto model = fresh_tiny_model("llama-gqa3", DType::bf16, Device::cuda);
+  for (const int page : {8, 16}) {  // shares of pages of 8 tokens do not wait
+    CAPTURE(page);
+    const PolicySpec spec = policy_of("{h2o: {budget: {tokens: 32}}}", page);
+    std::int64_t all[2], mass[2];
+    for (const bool graphs : {false, true}) {
+      EngineOptions o;
+      o.device = Device::cuda;
+      o.slots = 3;
+      o.max_tokens = 96;
+      o.page_size = page;
+      o.budget = spec.budget;
+      o.graphs = graphs;
+      mass[graphs] = Engine::memory(*model, *subjects().policy(spec, *model), o).mass;
+      all[graphs] = taken(model, spec, o).all;
+    }
+    CHECK(all[1] - all[0] == mass[1] - mass[0]);
+    CHECK((mass[1] > mass[0]) == (page == 16));
+  }
+}

@@ -6,10 +6,12 @@
 
 #include "base/backend.hpp"
 #include "cases/quick.hpp"
+#include "compose/compose.hpp"
 #include "engine/engine.hpp"
 #include "model/bundled.hpp"
 #include "ops/page/paged.hpp"
 #include "ops/select/allot.hpp"
+#include "plugin/takes_mass_late.hpp"
 #include "support/cell_fixture.hpp"
 #include "support/evict_and_recall.hpp"
 #include "support/joined_launches.hpp"
@@ -656,6 +658,129 @@ TEST_CASE("cuda engine: all layers of a graph's step evict in one launch") {
     p.graphs.store().check_invariants();
   }
   CHECK(known == 5);
+}
+
+namespace {
+
+// Every token's state, keys and values, of all heads of these slots, in both engines.
+void check_tokens(const Pair& p, const std::vector<int>& slots) {
+  for (const int slot : slots) {
+    const Store::Aside graphs = p.graphs.store().set_aside(slot), eager = p.eager.store().set_aside(slot);
+    for (int layer = 0; layer < p.model->config.layers; ++layer)
+      for (int head = 0; head < p.model->config.kv_heads; ++head) {
+        CAPTURE(slot, layer, head);
+        CHECK(test::stored_tokens(*graphs, layer, 0, head) == test::stored_tokens(*eager, layer, 0, head));
+      }
+  }
+}
+
+// Ranks by mass that core sums in token state. With `reads`, observe() copies these sums to a second column.
+class ByMass final : public Scorer {
+ public:
+  explicit ByMass(bool reads) : reads_(reads) {}
+  Needs needs() const override {
+    return Needs{}.mass_into("sum", GroupRule::mean, Mass::all).token_state("seen").capturable(true);
+  }
+  const char* column() const override { return "sum"; }
+  bool steady_score() const override { return true; }
+  int every() const override { return 1; }
+  void score(const LayerKv& kv, Scores out, Stream s) override { ops::read_state(kv.state("sum"), out, s); }
+  void observe(const LayerKv& kv, Stream s) override {
+    if (!reads_) return;
+    const Scores sums = kv.kv_head_scores("sums");
+    ops::read_state(kv.state("sum"), sums, s);
+    ops::blend_state(kv.state("seen"), 0, sums, 1, s);
+  }
+
+ private:
+  bool reads_;
+};
+
+std::unique_ptr<Policy> by_mass(bool reads) {
+  Composition parts;
+  parts.scorer =
+      Instance<Scorer>(new ByMass(reads), PluginDeleter{nullptr, [](void* p) { delete static_cast<Scorer*>(p); }});
+  return compose(std::move(parts));
+}
+
+}  // namespace
+
+TEST_CASE("cuda engine: mass of all layers of a graph's step comes in one launch, in front of the evictions") {
+  const bool reads = GENERATE(false, true);
+  CAPTURE(reads);
+  PolicySpec spec = test::with_budget(test::full_spec(), BudgetAmount::tokens, 40);
+  spec.page_size = 16;
+  Pair p(
+      spec, [&] { return by_mass(reads); }, 120, 0, "synthetic/tiny-deep");
+  const int layers = p.model->config.layers, steps = cases::quick() ? 12 : 18;
+  const int a = p.open(30, 1), b = p.open(70, 2);
+  {
+    const test::JoinedLaunches launches;
+    for (int i = 0; i < steps; ++i) p.step({a, b});
+    // Those of the step in front of the graph, and of the graph's capture. The other engine's attention adds the mass.
+    const std::vector<int> all =
+        reads ? std::vector<int>(static_cast<std::size_t>(2 * layers), 1) : std::vector<int>(2, layers);
+    CHECK(launches.masses() == all);
+    const std::string step = reads ? std::string(static_cast<std::size_t>(layers), 'm') + 'e' : "me",
+                      eager(static_cast<std::size_t>(layers), 'e');
+    CHECK(launches.order().starts_with(step + eager + step + eager));
+  }
+  CHECK(p.graphs.replays() == steps - 1);
+  check_tokens(p, {a, b});
+  for (int i = 0; i < 3; ++i) p.step({b});
+  const int c = p.open(50, 3);
+  for (int i = 0; i < 4; ++i) p.step({c, b, a});
+  CHECK(p.graphs.replays() == steps - 1 + 2 + 3);
+  CHECK(p.graphs.fired() == p.eager.fired());
+  check_tokens(p, {a, b, c});
+  p.graphs.store().check_invariants();
+}
+
+TEST_CASE("cuda engine: mass that may wait comes before the tokens of its layer move, and before finish_step") {
+  // Says that its mass may wait. Then observe() evicts the oldest token by a list, or finish_step copies the sums.
+  struct Hasty final : Policy, TakesMassLate {
+    bool evicts;
+    explicit Hasty(bool e) : evicts(e) {}
+    bool takes_mass_late() const override { return true; }
+    Needs needs() const override {
+      return Needs{}
+          .mass_into("sum", GroupRule::max, Mass::decode)
+          .token_state("seen")
+          .capturable(true)
+          .all_layers(true);
+    }
+    void observe(const LayerStep& step, Edits& edits, Stream s) override {
+      if (!evicts) return;
+      const Scores age = step.kv_head_scores("age");
+      ops::recency(step.pages, age, s);
+      ops::negate(age, s);
+      const auto keep = step.scratch<std::int32_t>("keep", {step.rows(), step.kv_heads()});
+      ops::fill_heads(keep, 1, s);
+      const auto list = step.list<TokenList>("list", 1);
+      ops::top_tokens(step.pages, age, keep, nullptr, list, s);
+      edits.evict(list);
+    }
+    void finish_step(const Step& step, Edits&, Stream s) override {
+      const Scores sums =
+          take_scratch<float>(*step.workspace, "sums", {step.pages.rows, step.pages.kv_heads, step.max_length});
+      ops::read_state(step.state("sum"), sums, s);
+      ops::blend_state(step.state("seen"), 0, sums, 1, s);
+    }
+  };
+  const bool evicts = GENERATE(false, true);
+  CAPTURE(evicts);
+  PolicySpec spec = test::full_spec();
+  spec.page_size = 16;
+  Pair p(
+      spec, [&] { return std::make_shared<Hasty>(evicts); }, 120, 0, "synthetic/tiny-deep");
+  const int layers = p.model->config.layers, steps = cases::quick() ? 6 : 12;
+  const int a = p.open(30, 1), b = p.open(70, 2);
+  const test::JoinedLaunches launches;
+  for (int i = 0; i < steps; ++i) p.step({a, b});
+  CHECK(launches.masses() ==
+        (evicts ? std::vector<int>(static_cast<std::size_t>(2 * layers), 1) : std::vector<int>(2, layers)));
+  CHECK(p.graphs.replays() == steps - 1);
+  check_tokens(p, {a, b});
 }
 
 TEST_CASE("cuda engine: steps that read lists of an amount of their own, or chunks, are replayed") {
