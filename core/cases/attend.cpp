@@ -884,6 +884,104 @@ void add_steps(std::vector<Case>& v) {
   }
 }
 
+// Mass that attention of some layers has left. A run adds it once for all of them, with the last layer.
+class LateScene final : public Scene {
+ public:
+  // One cache has the rows of all layers, as a store has them.
+  LateScene(Place& place, AttendShape shape, int layers)
+      : place_(place),
+        layers_(layers),
+        rows_(shape.options.rows),
+        scene_(of_layers(shape, layers), 11),
+        all_(scene_.put(place)) {
+    const int heads = scene_.heads(), kv_heads = shape.options.kv_heads;
+    for (int r = rows_ - 1; r >= 0; --r) slots_.push_back(r);
+    slots_there_ = place.put(slots_);
+    all_.out = View<float, 3>::dense(place.take<float>(scene_.q.size()), all_.queries.extent);
+    const auto mass = static_cast<std::size_t>(std::int64_t{rows_} * heads * scene_.room);
+    all_.mass = View<float, 3>::dense(place.take<float>(mass), {rows_, heads, scene_.room});
+    const auto bytes = static_cast<std::size_t>(ops::LateMass::bytes(rows_, heads, kv_heads, scene_.room));
+    auto* room = place.take<std::byte>(bytes * static_cast<std::size_t>(layers));
+    for (int l = 0; l < layers; ++l) {
+      ops::LateMass& late = late_.emplace_back();
+      late.room = room + static_cast<std::size_t>(l) * bytes, late.tokens = scene_.room;
+      attend(l, {0, GroupRule::mean}, &late);
+    }
+  }
+  void run(int layer) override {
+    if (layer + 1 == layers_) only_on_cuda<ops::add_late_mass>(late_, place_.stream());
+  }
+  void check(Check& check) override {
+    for (int l = 0; l < layers_; ++l) {
+      attend(l, {1, GroupRule::mean}, nullptr);
+      attend(l, {2, GroupRule::mean}, &late_[static_cast<std::size_t>(l)]);
+    }
+    only_on_cuda<ops::add_late_mass>(late_, place_.stream());
+    check.that("a launch adds what attention adds", sums(1) == sums(2));
+    check.that("it adds something", std::ranges::any_of(sums(1), [](float x) { return x > 0; }));
+    for (ops::LateMass& late : late_) late.into.column = 0;
+  }
+
+ private:
+  static AttendShape of_layers(AttendShape s, int layers) {
+    s.options.rows *= layers, s.options.state_columns = 3;
+    return s;
+  }
+  void attend(int layer, ops::MassColumn into, ops::LateMass* late) {
+    ops::AttendArgs a = all_;
+    const std::int64_t first = std::int64_t{layer} * rows_;
+    a.kv.table.data += first * a.kv.table.stride[0], a.kv.length.data += first * a.kv.length.stride[0];
+    a.kv.slots = slots_there_, a.kv.rows = rows_;
+    a.queries.data += first * a.queries.stride[0], a.out.data += first * a.out.stride[0];
+    a.queries.extent[0] = a.out.extent[0] = rows_;
+    a.last += first;
+    a.mass_into = into, a.late = late;
+    ops::attend(a, scene_.workspace, place_.stream());
+    if (late && !late->left) throw Error(Errc::internal, "got attention that adds its mass, wanted it left");
+  }
+  std::vector<float> sums(int column) {
+    const std::int64_t rows = all_.kv.rows, heads = all_.kv.kv_heads;
+    std::vector<float> zeros(static_cast<std::size_t>(rows * heads * scene_.room));
+    const Scores out = place_.put(View<float, 3>::dense(zeros.data(), {rows, heads, scene_.room}));
+    ops::read_state({&all_.kv, column}, out, place_.stream());
+    return place_.get(out);
+  }
+
+  Place& place_;
+  int layers_, rows_;
+  AttendScene scene_;
+  ops::AttendArgs all_;
+  std::vector<std::int32_t> slots_;
+  const std::int32_t* slots_there_;
+  std::vector<ops::LateMass> late_;
+};
+
+Case late(const std::string& name, const AttendShape& s) {
+  Case c{"late_mass", name};
+  c.make = [=](Place& place, int layers) { return std::make_unique<LateScene>(place, s, std::max(layers, 3)); };
+  c.cpu = false;
+  return c;
+}
+
+void add_late(std::vector<Case>& v) {
+  for (const auto& [dim, page, group, codec] :
+       {std::tuple{128, 16, 4, plain}, {64, 32, 1, plain}, {128, 16, 3, codes}}) {
+    AttendShape s = shape_of(2, 3, dim, page, DType::bf16, codec, group);
+    s.lengths = {70, 0, 1100, 16, 2500};
+    v.push_back(late(name_of(s) + ", all layers in a launch", s));
+  }
+  // A line has the time of one layer of Llama-3.1-8B, of heads with a budget of 2048 tokens and the step's own.
+  for (const int rows : {1, 8}) {
+    AttendShape s = bf16_shape(rows, 8, 128, 16, 4);
+    s.lengths = {2049};
+    Case c = late(fmt::format("32/8 heads of 128, {} x 2049, page 16, all layers in a launch", rows), s);
+    c.timed_cuda = true;
+    c.copies = 32;
+    c.work.bytes = 8. * rows * 2049 * (9 + 8);  // shares, and the column twice
+    v.push_back(std::move(c));
+  }
+}
+
 std::vector<Case> list() {
   std::vector<Case> v;
   add_storages(v);
@@ -900,6 +998,7 @@ std::vector<Case> list() {
   add_steps(v);
   add_two_codecs(v);
   add_sums(v);
+  add_late(v);
   add_logits(v);
   return v;
 }
