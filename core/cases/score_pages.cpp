@@ -578,15 +578,17 @@ struct OfLayers {
   bool flagged;
   bool even = true;  // memory of the layers lies at a constant distance
   bool classes = false, means = false, injects = false, codes = false;
+  int pages = 70;
 };
 
 void check_layers(Place& place, const OfLayers& o, Check& outer) {
-  const auto within = outer.in(
-      fmt::format("{} layers, {} x {} heads of {}, group {}, rule {}{}{}", o.layers, o.rows, o.kv_heads, o.head_dim,
-                  o.group, static_cast<int>(o.rule), o.flagged ? ", flagged" : "",
-                  std::string(o.even ? "" : ", uneven") + (o.classes ? ", classes" : "") + (o.means ? ", means" : "") +
-                      (o.injects ? ", injected" : "") + (o.codes ? ", codes" : "")));
-  constexpr int page_size = 16, pages = 70;
+  const auto within = outer.in(fmt::format(
+      "{} layers, {} x {} heads of {}, group {}, rule {}{}{}", o.layers, o.rows, o.kv_heads, o.head_dim, o.group,
+      static_cast<int>(o.rule), o.flagged ? ", flagged" : "",
+      std::string(o.even ? "" : ", uneven") + (o.classes ? ", classes" : "") + (o.means ? ", means" : "") +
+          (o.injects ? ", injected" : "") + (o.codes ? ", codes" : "") + fmt::format(", {} pages", o.pages)));
+  constexpr int page_size = 16;
+  const int pages = o.pages;
   std::mt19937 rng(static_cast<unsigned>(o.layers * 131 + o.kv_heads));
   const std::int64_t heads = std::int64_t{o.rows} * o.kv_heads, all = heads * o.layers;
   const auto n = static_cast<std::size_t>(all);
@@ -596,13 +598,13 @@ void check_layers(Place& place, const OfLayers& o, Check& outer) {
   PagedKv plain = cache.view();
   plain.head_dim = o.head_dim;
   const PagedKv first = place.put(plain, LengthsOnly::bytes());
-  std::vector<bf16> boxes(n * pages * 2 * static_cast<std::size_t>(o.head_dim));
+  std::vector<bf16> boxes(n * static_cast<std::size_t>(pages) * 2 * static_cast<std::size_t>(o.head_dim));
   for (std::size_t i = 0; i < boxes.size(); ++i)
     boxes[i] = bf16(static_cast<float>(rng() % 1000) * (i / static_cast<std::size_t>(o.head_dim) % 2 ? 1e-3f : -1e-3f));
   const Summary kind = o.means ? Summary::mean : Summary::min_max;
   const int bits = o.codes ? 8 : 16;
   const std::int64_t page = summary_bytes(kind, bits, DType::bf16, o.head_dim);
-  std::vector<std::byte> codes(o.codes ? n * pages * static_cast<std::size_t>(page) : 0);
+  std::vector<std::byte> codes(o.codes ? n * static_cast<std::size_t>(pages * page) : 0);
   for (std::size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<std::byte>(rng() % 256);
   for (std::size_t i = 0; i < codes.size(); i += static_cast<std::size_t>(page)) {
     const float shared[] = {0.01f, -1.f};  // scale and zero
@@ -691,6 +693,15 @@ void check_all_layers(Place& place, Check& check) {
     check_layers(place, {3, 2, 2, 4, 128, GroupRule::max, true, true, false, means, false, true}, check);
   for (const bool even : {true, false})
     check_layers(place, {4, 3, 2, 4, 128, GroupRule::max, true, even, false, false, true}, check);
+  // More pairs than a block lays out at once, and rows too long for registers.
+  OfLayers o = {40, 32, 8, 1, 64, GroupRule::softmax_mean, false};
+  o.means = true, o.pages = 18;
+  check_layers(place, o, check);
+  for (const GroupRule rule : {GroupRule::mean, GroupRule::softmax_mean}) {
+    o = {2, 3, 2, 2, 64, rule, true};
+    o.means = true, o.pages = 4500;
+    check_layers(place, o, check);
+  }
 }
 
 // The boxes of a step's pages, and the best pages of each head.

@@ -302,9 +302,8 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
         __syncwarp();
         copy_tile(tile + stages * warps, here.stage);
         here.next(stages);
-        page_scores::write_tile<Shares>(c, sum, row, kv_head,
-                                        tile * tile_pages + page_scores::page_of_row<InCodes>(lane / 4), n, scores,
-                                        nullptr, softmax);
+        page_scores::write_tile<Shares>(c, sum, pair, tile * tile_pages + page_scores::page_of_row<InCodes>(lane / 4),
+                                        n, scores, nullptr, softmax);
       }
       if constexpr (Shares) {
         __syncthreads();

@@ -3,6 +3,7 @@
 // that writes the last scores of a head selects its pages. This file chooses the kernel. It has the kernel for shapes
 // that the rings (score_pages_ring.cuh) do not take, and the kernel for any shape.
 #include <algorithm>
+#include <cstdlib>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -104,11 +105,12 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
         }
       }
       const int page = (tile - begin) * tile_pages + lane / 4;
-      write_tile(a, sum, row, kv_head, page, pages, scores, nullptr, softmax);
+      write_tile(a, sum, pair, page, pages, scores, nullptr, softmax);
       tile = next;
     }
     const int budget = a.list ? a.budget_of(row, kv_head) : 0;
-    end_head(a, line, pair, begin, pages, budget, false, softmax, stage, chosen, merges, select);
+    end_head(a, line, Head{pair, begin, row, kv_head, pages, budget, pair, scores}, false, softmax, stage, chosen,
+             merges, select);
   }
 }
 
@@ -342,7 +344,7 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
     }
     if (fused) write_to(b, budgets, *out, begin);
     if (ring)
-      launch_ring(b, f16, stream);
+      launch_ring<false>(b, f16, stream);
     else
       f16 ? launch_width<__half>(b, stream) : launch_width<__nv_bfloat16>(b, stream);
   }
@@ -365,6 +367,14 @@ static auto common_of(const PutOffChoice& c) {
                  h.unflagged, h.steps, h.period, h.lead, h.classes != nullptr, h.join));
 }
 
+// Rows of all layers that one launch takes.
+static std::int64_t layer_rows_at_once(int kv_heads) {
+  int pairs = most_layer_pairs;
+  if (const char* x = std::getenv("KVLAB_X_CHOICE_PAIRS")) pairs = std::atoi(x);
+  constexpr int exact = 1 << 20;  // PairOf
+  return std::min(pairs, exact / kv_heads - 1) / kv_heads;
+}
+
 // Distances of the layers' memory, or nullopt where they are not constant or the rest differs.
 static std::optional<Args::Layers> layers_of(const std::vector<PutOffChoice>& all) {
   const auto common = common_of(all[0]);
@@ -378,6 +388,8 @@ static std::optional<Args::Layers> layers_of(const std::vector<PutOffChoice>& al
   };
   Args::Layers l = {};
   l.rows = all[0].kv.rows;
+  const auto share = [](int by) { return static_cast<unsigned>(((std::int64_t{1} << 32) + by - 1) / by); };
+  l.of_row = share(l.rows), l.of_page = share(all[0].kv.page_size);
   l.length = distance([](const PutOffChoice& c) { return c.kv.length.data; });
   l.queries = distance([](const PutOffChoice& c) { return c.queries.f32().data; });
   l.data = distance([](const PutOffChoice& c) { return c.summaries.data; });
@@ -398,24 +410,24 @@ static void chosen_in_layers_cuda(const std::vector<PutOffChoice>& all) {
   const PagedKv& kv = first.kv;
   const Stream s = first.stream;
   const cudaStream_t stream = stream_of(s);
-  const int heads = static_cast<int>(first.queries.f32().extent[1]), group = heads / kv.kv_heads,
-            at_once = most_ring_pairs / kv.kv_heads;
+  const int heads = static_cast<int>(first.queries.f32().extent[1]), group = heads / kv.kv_heads;
   Scores scores = first.scores;
-  const auto scores_for = [&](std::int64_t rows) {
-    const std::int64_t count = rows * kv.kv_heads * scores.extent[2];
+  const auto scores_for = [&](std::int64_t rows, std::int64_t kv_heads) {
+    const std::int64_t count = rows * kv_heads * scores.extent[2];
     auto* room = static_cast<float*>(
         fixed_scratch(s.handle(), "scores in layers", static_cast<std::size_t>(count) * sizeof(float)));
-    return Scores::dense(room, {rows, kv.kv_heads, scores.extent[2]});
+    return Scores::dense(room, {rows, kv_heads, scores.extent[2]});
   };
   Args a = {};
   std::optional<Args::Layers> layers;
+  const std::int64_t most_tokens = kv.table.extent[2] * kv.page_size;
   if (all.size() > 1 && kv.rows > 0 && !first.choice.budgets && kv.kv_heads <= most_ring_pairs &&
-      chooses_at_once(kv, first.summaries, group, scores))
+      most_tokens * kv.page_size < std::int64_t{1} << 32 && chooses_at_once(kv, first.summaries, group, scores))
     layers = layers_of(all);
   const std::int64_t rows = layers ? std::int64_t{kv.rows} * static_cast<std::int64_t>(all.size()) : 0,
-                     most = std::min<std::int64_t>(rows, at_once);
+                     rooms = 2 * static_cast<std::int64_t>(most_blocks());
   if (layers) {
-    scores = scores_for(most);
+    scores = scores_for(rooms, 1);
     a = args_of(first.queries.f32(), kv, first.summaries, first.choice, scores);
     write_to(a, {}, first.out, 0);
   }
@@ -426,17 +438,18 @@ static void chosen_in_layers_cuda(const std::vector<PutOffChoice>& all) {
       scores.extent = c.scores.extent;
       PageList out = c.out;
       out.final = nullptr;
-      run(c.queries.f32(), c.kv, c.summaries, c.choice, scores_for(c.kv.rows), &out, s);
+      run(c.queries.f32(), c.kv, c.summaries, c.choice, scores_for(c.kv.rows, kv.kv_heads), &out, s);
     }
     return;
   }
-  make_softmax(a, most * heads, s);
+  make_softmax(a, rooms * group, s);
   a.arrived = static_cast<int*>(zeroed(s.handle(), "page scores arrived", max_pairs * sizeof(int)));
   a.layers = *layers;
+  const std::int64_t most = std::min(rows, layer_rows_at_once(kv.kv_heads));
   for (std::int64_t begin = 0; begin < rows; begin += most) {
     a.layers.begin = static_cast<int>(begin);
     a.rows = static_cast<int>(std::min(most, rows - begin));
-    launch_ring(a, first.summaries.dtype == DType::f16, stream);
+    launch_ring<true>(a, first.summaries.dtype == DType::f16, stream);
   }
 }
 KVLAB_ON_CUDA(chosen_in_layers, chosen_in_layers_cuda);

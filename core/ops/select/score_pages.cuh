@@ -61,9 +61,10 @@ struct Args {
   std::int64_t slot_stride, head_stride, page_stride;
   float* scores;
   std::int64_t score_row, score_head;
-  // softmax_mean: [row, query head, tile] the highest score of each tile of pages, and [row, query head, raw_step]
-  // exp(score - that one). So exponentials are taken where a block has a share of the pages, and each has one factor
-  // for a whole tile later. Kernels without tiles keep scores in `raw`.
+  // softmax_mean: [room, query head, tile] the highest score of each tile of pages, and [room, query head, raw_step]
+  // exp(score - that one). The room of a head is its pair, or where a launch is of several layers Head::room. So
+  // exponentials are taken where a block has a share of the pages, and each has one factor for a whole tile later.
+  // Kernels without tiles keep scores in `raw`.
   float *highs, *raw;
   int raw_step;
   Softmax* shares;  // softmax_mean: [block, 2, group] of the heads that a block shares with the one before and after it
@@ -72,7 +73,8 @@ struct Args {
   std::int32_t *list, *count;      // null = no selection
   const std::int32_t* list_slots;  // [row] IndexList::slots
   std::int64_t list_row, list_head, list_step, count_row, count_head;
-  int* arrived;  // [pair] blocks that have finished their part; zero between launches
+  int*
+      arrived;  // [first block of a pair that blocks share] blocks that have finished their part; zero between launches
   int rows, kv_heads, group, dim, page_size, most_pages, room;
   int blocks_each;  // whole blocks that every pair could have; 0 = none
   cuda::PairOf pair_of;
@@ -88,14 +90,24 @@ struct Args {
   // the distances of two layers in memory. rows 0: one layer.
   struct Layers {
     int rows, begin;
+    unsigned of_row, of_page;  // 2^32 / rows and 2^32 / page_size, rounded up: in place of divisions
     std::int64_t length, queries, data, flags, classes, list, count;
   } layers;
 
+  // x / by, exact while x * by is less than 2^32. share: 2^32 / by, rounded up.
+  static __device__ __forceinline__ int quotient(int x, int by, unsigned share) {
+    return by == 1 ? x : static_cast<int>(std::uint64_t{share} * static_cast<unsigned>(x) >> 32);
+  }
   __device__ __forceinline__ int layer_of(int row) const {
-    return layers.rows ? (layers.begin + row) / layers.rows : 0;
+    return layers.rows ? quotient(layers.begin + row, layers.rows, layers.of_row) : 0;
   }
   __device__ __forceinline__ int row_of(int row) const {
-    return layers.rows ? (layers.begin + row) % layers.rows : row;
+    return layers.rows ? layers.begin + row - layer_of(row) * layers.rows : row;
+  }
+  // candidates(tokens, page_size, leave_out).count(), of several layers.
+  __device__ __forceinline__ int candidates_of_layers(int tokens) const {
+    const int whole = leave_out.last > 0 ? max(tokens - leave_out.last, 0) : tokens + page_size - 1;
+    return max(quotient(whole, page_size, layers.of_page) - first, 0);
   }
   __device__ __forceinline__ Heads heads_of(int layer) const {
     Heads h = heads;
@@ -114,6 +126,14 @@ struct Args {
 Args args_of(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries, const PageChoice& c,
              const Scores& scores);
 void write_to(Args& a, const View<const std::int32_t, 2>& budgets, const PageList& out, int begin);
+
+// A head of which a block has tiles.
+struct Head {
+  int at, begin;  // on the line of pairs, and the tiles before it there
+  int row, kv_head, pages, budget;
+  int room;  // of its softmax_mean; see Args::raw
+  float* scores;
+};
 
 // Bytes that hold a bit for each page, a multiple of 16.
 __host__ __device__ constexpr int bit_bytes(int pages) { return ((pages + 31) / 32 + 3) / 4 * 16; }
@@ -303,8 +323,8 @@ __device__ __forceinline__ void multiply_codes(unsigned from, const uint4 (&b)[T
 // is softmax_mean, Args::highs and Args::raw get them instead, and softmax[t] covers those of head 4 t + lane % 4.
 // MayBeRaw: false = another rule.
 template <bool MayBeRaw = true, int Tiles>
-__device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Tiles][4], int row, int kv_head, int page,
-                                           int pages, float* scores, float* own, Softmax (&softmax)[Tiles]) {
+__device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Tiles][4], int room, int page, int pages,
+                                           float* scores, float* own, Softmax (&softmax)[Tiles]) {
   const int quarter = threadIdx.x % 4;
   const auto there = [&](int half) { return page + 8 * half < pages; };
   if (MayBeRaw && a.rule == GroupRule::softmax_mean) {
@@ -317,7 +337,7 @@ __device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Til
       const float high = cuda::most_of_lanes<4, 16>(fmaxf(x[0], x[1]));
       const int head = t * 4 + quarter;
       if (head >= a.group) continue;
-      const std::int64_t at = (std::int64_t{row} * a.kv_heads + kv_head) * a.group + head;
+      const std::int64_t at = std::int64_t{room} * a.group + head;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (!there(half)) continue;
@@ -390,17 +410,27 @@ __device__ __forceinline__ Softmax factor_of(Softmax of_lane, int group) {
 // head's in Args. `own` is null or shared memory that gets them too. of_block: the query heads' factor_of.
 __device__ __noinline__ inline void softmax_mean(const float* raw, const float* highs, int raw_step, int group,
                                                  int pages, float* out, float* own, const Softmax* of_block) {
+  constexpr int together = 4;  // heads whose loads are under way at once
   for (int p = 4 * static_cast<int>(threadIdx.x); p < pages; p += 4 * threads) {
     float sum[4] = {};
-#pragma unroll 4
-    for (int g = 0; g < group; ++g) {
-      const float4 v = __ldcg(reinterpret_cast<const float4*>(raw + g * raw_step + p));
-      const float high = __ldcg(highs + g * (raw_step / tile_pages) + p / tile_pages);
-      const auto [most, factor] = of_block[g];
-      if (factor == 0) continue;
-      const float of_tile = expf(high - most) * factor;
-      if (of_tile == 0) continue;
-      sum[0] += v.x * of_tile, sum[1] += v.y * of_tile, sum[2] += v.z * of_tile, sum[3] += v.w * of_tile;
+#pragma unroll 1
+    for (int head = 0; head < group; head += together) {
+      float4 v[together];
+      float high[together];
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        const int g = min(head + i, group - 1);
+        v[i] = __ldcg(reinterpret_cast<const float4*>(raw + g * raw_step + p));
+        high[i] = __ldcg(highs + g * (raw_step / tile_pages) + p / tile_pages);
+      }
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        if (head + i >= group) break;
+        const auto [most, factor] = of_block[head + i];
+        const float of_tile = factor == 0 ? 0.f : expf(high[i] - most) * factor;
+        if (of_tile == 0) continue;
+        sum[0] += v[i].x * of_tile, sum[1] += v[i].y * of_tile, sum[2] += v[i].z * of_tile, sum[3] += v[i].w * of_tile;
+      }
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e)
@@ -415,36 +445,33 @@ __device__ __noinline__ inline void softmax_mean(const float* raw, const float* 
 // too. stage is shared memory for a row and may be `own`.
 __device__ __noinline__ inline int choose(const float* scores, const float* own, int n, int budget, bool newest,
                                           bool shares, std::int32_t* to, std::int64_t step, int room, float* stage,
-                                          unsigned* chosen, SelectShared& s) {
+                                          unsigned* chosen, SelectShared& s, int first) {
   const auto held = [&](auto vectors) {
     device::Held<threads, decltype(vectors)::value> row;
     row.shares = shares;
     own ? row.load_own(own, n) : row.load(scores, n);
-    return device::choose_pages_held(row, scores, n, budget, newest, to, step, room, chosen, s);
+    return device::choose_pages_held(row, scores, n, budget, newest, to, step, room, chosen, s, first);
   };
   if (n <= 4 * threads) return held(std::integral_constant<int, 1>());
   if (n <= 8 * threads) return held(std::integral_constant<int, 2>());
   if (n <= 16 * threads) return held(std::integral_constant<int, 4>());
-  return device::choose_pages(scores, n, budget, newest, shares, to, step, room, stage, chosen, s);
+  return device::choose_pages(scores, n, budget, newest, shares, to, step, room, stage, chosen, s, first);
 }
 
 // Selects a head's pages by its scores and writes the list. own, stage and chosen: see `choose`.
-__device__ __forceinline__ void write_choice(const Args& a, int row, int kv_head, const float* own, int pages,
-                                             int budget, float* stage, unsigned* chosen, SelectShared& s) {
-  const std::int64_t at = a.list_at(a.row_of(row));
-  const int layer = a.layer_of(row);
-  std::int32_t* list = a.list + layer * a.layers.list + at * a.list_row + kv_head * a.list_head;
-  const float* scores = a.scores + row * a.score_row + kv_head * a.score_head;
+__device__ __forceinline__ void write_choice(const Args& a, const Head& head, const float* own, float* stage,
+                                             unsigned* chosen, SelectShared& s) {
+  const std::int64_t at = a.list_at(a.row_of(head.row));
+  const int layer = a.layer_of(head.row);
+  std::int32_t* list = a.list + layer * a.layers.list + at * a.list_row + head.kv_head * a.list_head;
   const bool shares = a.rule == GroupRule::softmax_mean;
-  const int count = choose(scores, own, pages, budget, a.newest, shares, list, a.list_step, a.room, stage, chosen, s);
+  const int count = choose(head.scores, own, head.pages, head.budget, a.newest, shares, list, a.list_step, a.room,
+                           stage, chosen, s, a.first);
   if (threadIdx.x == 0) {
-    a.count[layer * a.layers.count + at * a.count_row + kv_head * a.count_head] = count;
-    if (a.fired.fired && count != pages && atomicExch(a.fired.last_edit, a.fired.edit) != a.fired.edit)
+    a.count[layer * a.layers.count + at * a.count_row + head.kv_head * a.count_head] = count;
+    if (a.fired.fired && count != head.pages && atomicExch(a.fired.last_edit, a.fired.edit) != a.fired.edit)
       atomicAdd(a.fired.fired, 1ull);
   }
-  if (a.first == 0) return;
-  __syncthreads();
-  for (int i = threadIdx.x; i < count; i += threads) list[i * a.list_step] += a.first;
 }
 
 // A block calls this after its tiles of a head. Of the blocks that share the head, the last one sees all scores: it
@@ -452,12 +479,12 @@ __device__ __forceinline__ void write_choice(const Args& a, int row, int kv_head
 // it ends. stage is shared memory; it holds the scores if own is true and the block has the whole head. merges is a
 // word of shared memory.
 template <class Line, int Tiles>
-__device__ __forceinline__ void end_head(const Args& a, const Line& line, int pair, int begin, int pages, int budget,
-                                         bool own, const Softmax (&softmax)[Tiles], float* stage, unsigned* chosen,
-                                         int& merges, SelectShared& s) {
+__device__ __forceinline__ void end_head(const Args& a, const Line& line, const Head& head, bool own,
+                                         const Softmax (&softmax)[Tiles], float* stage, unsigned* chosen, int& merges,
+                                         SelectShared& s) {
   const bool raw = a.rule == GroupRule::softmax_mean;
-  const int row = a.pair_of.row(pair), kv_head = pair - row * a.kv_heads, first_block = line.first_block(pair),
-            parts = line.last_block(pair) - first_block + 1;
+  const int begin = head.begin, first_block = line.first_block(head.at),
+            parts = line.last_block(head.at) - first_block + 1;
   const bool shared = parts > 1 && (a.list || raw);
   static_assert((warps + 1) * 4 * Tiles <= device::most_candidates);
   // No selection runs yet, so its candidates' memory is free.
@@ -469,8 +496,8 @@ __device__ __forceinline__ void end_head(const Args& a, const Line& line, int pa
   if (!a.list && !raw) return;
   if (shared) {
     if (threadIdx.x == 0) {
-      merges = cuda::add_released(a.arrived + pair, 1) == parts - 1;
-      if (merges) a.arrived[pair] = 0;
+      merges = cuda::add_released(a.arrived + first_block, 1) == parts - 1;
+      if (merges) a.arrived[first_block] = 0;
     }
     __syncthreads();
     if (!merges) return;
@@ -492,13 +519,13 @@ __device__ __forceinline__ void end_head(const Args& a, const Line& line, int pa
       if (lane == 0) of_block[g] = x;
     }
     __syncthreads();
-    const std::int64_t first_head = (std::int64_t{row} * a.kv_heads + kv_head) * a.group;
+    const std::int64_t first_head = std::int64_t{head.room} * a.group;
     softmax_mean(a.raw + first_head * a.raw_step, a.highs + first_head * (a.raw_step / tile_pages), a.raw_step, a.group,
-                 pages, a.scores + row * a.score_row + kv_head * a.score_head, a.list ? stage : nullptr, of_block);
+                 head.pages, head.scores, a.list ? stage : nullptr, of_block);
     __threadfence_block();
     __syncthreads();
   }
-  if (a.list) write_choice(a, row, kv_head, raw || (own && !shared) ? stage : nullptr, pages, budget, stage, chosen, s);
+  if (a.list) write_choice(a, head, raw || (own && !shared) ? stage : nullptr, stage, chosen, s);
 }
 
 }  // namespace kvlab::ops::page_scores

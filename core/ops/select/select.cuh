@@ -247,9 +247,10 @@ __device__ inline void select_best(const Row& row, int n, int wanted, unsigned* 
   __syncthreads();
 }
 
-// Writes the set bits of [0, n) as an ascending list of at most `room`, and returns its length. Uses s.bins.
+// Writes the set bits of [0, n) as an ascending list of at most `room`, and returns its length. Uses s.bins. first:
+// added to each entry.
 __device__ inline int write_list(const unsigned* chosen, int n, std::int32_t* to, std::int64_t step, int room,
-                                 SelectShared& s) {
+                                 SelectShared& s, int first = 0) {
   const int words = (n + 31) / 32, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   unsigned written = 0;
   for (int base = 0; base < words; base += blockDim.x) {
@@ -260,7 +261,7 @@ __device__ inline int write_list(const unsigned* chosen, int n, std::int32_t* to
     for (int w = warp; w < min(static_cast<int>(blockDim.x), words - base); w += warps) {
       const unsigned word = chosen[base + w];
       const unsigned at = s.bins[w] + __popc(word & ((1u << lane) - 1));
-      if (word >> lane & 1 && at < static_cast<unsigned>(room)) to[at * step] = (base + w) * 32 + lane;
+      if (word >> lane & 1 && at < static_cast<unsigned>(room)) to[at * step] = first + (base + w) * 32 + lane;
     }
     written += total;
     __syncthreads();
@@ -276,9 +277,10 @@ __device__ __forceinline__ void fill_bits(unsigned* bits, int n, bool value) {
 }
 
 // Writes the list of the `budget` best of n pages and returns its length. newest: the last page is pinned. shares: see
-// level().
+// level(). first: added to each page.
 __device__ inline int choose_pages(const float* scores, int n, int budget, bool newest, bool shares, std::int32_t* to,
-                                   std::int64_t step, int room, float* stage, unsigned* chosen, SelectShared& s) {
+                                   std::int64_t step, int room, float* stage, unsigned* chosen, SelectShared& s,
+                                   int first = 0) {
   const int pinned = newest && n > 0, wanted = min(budget, n) - pinned;
   const bool every = pinned + wanted >= n;
   fill_bits(chosen, n, every);
@@ -287,7 +289,7 @@ __device__ inline int choose_pages(const float* scores, int n, int budget, bool 
     __syncthreads();
     if (wanted > 0) select_best(load_row(scores, n, stage, shares), n, wanted, chosen, s);
   }
-  return write_list(chosen, n, to, step, room, s);
+  return write_list(chosen, n, to, step, room, s, first);
 }
 
 }  // namespace kvlab::ops::device

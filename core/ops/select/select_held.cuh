@@ -296,7 +296,7 @@ struct Held {
 template <int Threads>
 __device__ __noinline__ int choose_slowly(unsigned own, bool shares, const float* scores, int n, int wanted,
                                           std::int32_t* to, std::int64_t step, int room, unsigned* chosen,
-                                          SelectShared& s) {
+                                          SelectShared& s, int first) {
   __syncthreads();
   fill_bits(chosen, n, false);
   for (; own; own &= own - 1) {
@@ -305,29 +305,29 @@ __device__ __noinline__ int choose_slowly(unsigned own, bool shares, const float
   }
   __syncthreads();
   select_best(load_row(scores, n, nullptr, shares), n, wanted, chosen, s);
-  return write_list(chosen, n, to, step, room, s);
+  return write_list(chosen, n, to, step, room, s, first);
 }
 
-// Chooses `wanted` more entries and writes the list of all chosen.
+// Chooses `wanted` more entries and writes the list of all chosen. first: added to each entry.
 template <int Threads, int Vectors>
 __device__ __forceinline__ int choose_held(Held<Threads, Vectors>& held, const float* scores, int n, int pinned,
                                            int wanted, std::int32_t* to, std::int64_t step, int room, unsigned* chosen,
-                                           SelectShared& s) {
+                                           SelectShared& s, int first = 0) {
   if (pinned + wanted >= n)
     held.choose_all(n);
   else if (wanted > 0 && !held.select(wanted, s))
-    return choose_slowly<Threads>(held.chosen, held.shares, scores, n, wanted, to, step, room, chosen, s);
-  return held.write(to, step, room, s);
+    return choose_slowly<Threads>(held.chosen, held.shares, scores, n, wanted, to, step, room, chosen, s, first);
+  return held.write(to, step, room, s, first);
 }
 
 // Runs choose_pages on a row that the block holds.
 template <int Threads, int Vectors>
 __device__ __forceinline__ int choose_pages_held(Held<Threads, Vectors>& held, const float* scores, int n, int budget,
                                                  bool newest, std::int32_t* to, std::int64_t step, int room,
-                                                 unsigned* chosen, SelectShared& s) {
+                                                 unsigned* chosen, SelectShared& s, int first = 0) {
   const int pinned = newest && n > 0;
   if (pinned) held.pin(n, [&](int i) { return i == n - 1; });
-  return choose_held(held, scores, n, pinned, min(budget, n) - pinned, to, step, room, chosen, s);
+  return choose_held(held, scores, n, pinned, min(budget, n) - pinned, to, step, room, chosen, s, first);
 }
 // Runs choose_pages for n <= 4 * Vectors * Threads.
 template <int Threads, int Vectors>
