@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(threads, Layers ? Ring<T, Chunks, Tiles>::most
 // more. Where two blocks have few tiles on their way, one has more.
 template <class R>
 int shape_of_layers(const Args& a, RingShape& ring) {
-  constexpr int of_system = 1024, own = sizeof(SelectShared) + 512, least = warps;
+  constexpr int of_system = 1024, own = sizeof(SelectShared) + 1536, least = warps;  // own: static, and aligned
   const int all = static_cast<int>(cuda::shared_bytes()) + of_system,
             other = R::bytes({0, 0}, a.group, a.dim, window, a.most_pages) + own + of_system + 16;
   int blocks = R::most_blocks, tiles = (all / blocks - other) / (R::tile_bytes + 8);
