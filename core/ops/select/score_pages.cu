@@ -3,7 +3,6 @@
 // that writes the last scores of a head selects its pages. This file chooses the kernel. It has the kernel for shapes
 // that the rings (score_pages_ring.cuh) do not take, and the kernel for any shape.
 #include <algorithm>
-#include <cstdlib>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -369,10 +368,8 @@ static auto common_of(const PutOffChoice& c) {
 
 // Rows of all layers that one launch takes.
 static std::int64_t layer_rows_at_once(int kv_heads) {
-  int pairs = most_layer_pairs;
-  if (const char* x = std::getenv("KVLAB_X_CHOICE_PAIRS")) pairs = std::atoi(x);
   constexpr int exact = 1 << 20;  // PairOf
-  return std::min(pairs, exact / kv_heads - 1) / kv_heads;
+  return std::min(most_layer_pairs, exact / kv_heads - 1) / kv_heads;
 }
 
 // Distances of the layers' memory, or nullopt where they are not constant or the rest differs.

@@ -6,8 +6,6 @@
 // has ended.
 #pragma once
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 
 #include "base/launch.cuh"
 #include "base/tensor_map.hpp"
@@ -77,8 +75,7 @@ static_assert(most_ring_bytes<__half, 16, 2> + sizeof(SelectShared) + 1024 <= 22
 
 struct RingArgs {
   Args all;
-  RingShape ring;  // of several layers
-  bool cut_first;
+  RingShape ring;     // of several layers
   int page_step;      // rows of the maps, or steps, from a page to the next one
   bool dense;         // summaries have no gaps between them
   bool wide_queries;  // queries can be read 16 bytes at once
@@ -285,7 +282,7 @@ __global__ void __launch_bounds__(threads, Layers ? Ring<T, Chunks, Tiles>::most
     // A head that continues in the next block comes first, so shared heads are complete early. After the last copy only
     // a head that the block has alone is left to select. But blocks of many equal heads would then all select at the
     // same times, in which nothing is read. From their parts' beginnings on they select at different times.
-    const bool cut_first = (!Layers || r.cut_first) && last != first && places[last + 1].tiles > hi;
+    const bool cut_first = !Layers && last != first && places[last + 1].tiles > hi;
     const int start = cut_first ? last : first, stop = cut_first ? last : last + 1;
     const int cut = cut_first ? hi - places[last].tiles : 0, items = hi - lo;
     const auto tile_of = [&](int item) { return item < cut ? hi - cut + item : lo + item - cut; };
@@ -401,11 +398,12 @@ __global__ void __launch_bounds__(threads, Layers ? Ring<T, Chunks, Tiles>::most
   }
 }
 
-// The ring of blocks of a launch of several layers, and how many of them a multiprocessor has. A warp has two stages or
-// more. Where two blocks have few tiles on their way, one has more.
+// The ring of blocks of a launch of several layers, and how many of them a multiprocessor has. A warp that reads has
+// two stages or more. Where two blocks would have few tiles on their way, one has more.
 template <class R>
 int shape_of_layers(const Args& a, RingShape& ring) {
-  constexpr int of_system = 1024, own = sizeof(SelectShared) + 1536, least = warps;  // own: static, and aligned
+  // Bytes of each block that CUDA takes; static ones, and those that align what follows them.
+  constexpr int of_system = 1024, own = sizeof(SelectShared) + 1536, least = warps;
   const int all = static_cast<int>(cuda::shared_bytes()) + of_system,
             other = R::bytes({0, 0}, a.group, a.dim, window, a.most_pages) + own + of_system + 16;
   int blocks = R::most_blocks, tiles = (all / blocks - other) / (R::tile_bytes + 8);
@@ -413,12 +411,6 @@ int shape_of_layers(const Args& a, RingShape& ring) {
   constexpr int most = std::max(2, ring_bytes / (warps * R::tile_bytes));  // stages of a warp
   ring.readers = std::clamp(tiles / 2, 1, warps);
   ring.stages = std::clamp(tiles / ring.readers, 1, most);
-  if (const char* x = std::getenv("KVLAB_X_CHOICE")) {
-    int b = blocks, w = ring.readers, n = ring.stages;
-    if (std::sscanf(x, "%d,%d,%d", &b, &w, &n) == 3 && b <= R::most_blocks &&
-        w * n <= (b == 1 ? (all - other) / (R::tile_bytes + 8) : tiles))
-      blocks = b, ring = {w, n};
-  }
   return blocks;
 }
 
@@ -468,12 +460,8 @@ template <class T, bool Layers>
 void launch_ring_width(const Args& a, cudaStream_t stream) {
   const bool wide =
       reinterpret_cast<std::uintptr_t>(a.queries) % 16 == 0 && a.query_row % 4 == 0 && a.query_head % 4 == 0;
-  const RingArgs r = {a,
-                      {},
-                      std::getenv("KVLAB_X_CUT_FIRST") != nullptr,
-                      static_cast<int>(a.page_stride / step_bytes_of(a)),
-                      a.page_stride == row_bytes_of(a),
-                      wide};
+  const RingArgs r = {
+      a, {}, static_cast<int>(a.page_stride / step_bytes_of(a)), a.page_stride == row_bytes_of(a), wide};
   switch (chunks_of(a)) {  // Quest's boxes of head_dim 128 have an own kernel for up to 4 query heads
     case 2: return launch_ring<T, 2, 2, Layers>(r, stream);
     case 4: return launch_ring<T, 4, 2, Layers>(r, stream);
