@@ -169,7 +169,7 @@ void check_appends(Place& place, Check& check) {
           s.dim = dim, s.page_size = page, s.norm = norm;
           s.max_pages = 1 + 40 / page;
           store_as(s, storage);
-          s.heads = seed % 2 ? 4 : 6, s.kv_heads = seed % 3 ? 2 : 1;
+          s.heads = 3 + static_cast<int>(seed % 4), s.kv_heads = seed % 3 ? 2 : 1;
           s.lengths = {0, 1, page - 1, page, 2 * page + 1, 17};
           s.rows = 4, s.in_order = 2;
           if (seed % 4 == 0) s.rounded = seed % 8 ? DType::bf16 : DType::f16;

@@ -433,7 +433,7 @@ __device__ void encode(std::byte* frame, const PageLayout& l, bool key, int offs
   const auto put_codes = [&](auto bits) {
     const bool whole = side.kind == CodeKind::whole_zero;
     const ops::SharedScale of(
-        ops::put_scale(whole ? ops::code_scale(side, range.x, range.y) : ops::scale_of<bits>(range.x, range.y),
+        ops::put_scale(whole ? ops::code_scale(side, range.x, range.y) : ops::scale_of(bits, range.x, range.y),
                        frame + ops::meta_offset(l, key, offset), row.first == 0));
 #pragma unroll
     for (int part = 0; part < Parts; ++part)

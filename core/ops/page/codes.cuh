@@ -18,15 +18,20 @@ __device__ __forceinline__ float quotient(float x, float scale, float inverse) {
 
 // code_scale for numbers that are integers of so many bits or, with 0, e4m3. A division by a constant is a product and
 // a correction, by the same theorem.
-template <int Bits>
-__device__ __forceinline__ CodeScale scale_of(float min, float max) {
+__device__ __forceinline__ CodeScale scale_of(int bits, float min, float max) {
   if (!(min <= max)) return {};
-  constexpr float divisor = Bits ? static_cast<float>(most_code(Bits)) : 448.f, inverse = 1 / divisor, most = 65504;
+  constexpr float most = 65504;
+  constexpr float divisors[] = {448, most_code(2), most_code(4), most_code(8)};
+  const auto of_bits = [&](float none, float two, float four, float eight) {
+    return bits == 8 ? eight : bits == 4 ? four : bits == 2 ? two : none;
+  };
+  const float divisor = of_bits(divisors[0], divisors[1], divisors[2], divisors[3]),
+              inverse = of_bits(1 / divisors[0], 1 / divisors[1], 1 / divisors[2], 1 / divisors[3]);
   const auto within = [](float x) { return fminf(fmaxf(x, -most), most); };
-  const float x = Bits ? max - min : fmaxf(-min, max), y = x * inverse;
+  const float x = bits ? max - min : fmaxf(-min, max), y = x * inverse;
   const float quotient = fmaf(fmaf(-y, divisor, x), inverse, y);
   const float scale = quotient < most ? quotient : most;  // NaN is of an infinite x
-  if (Bits == 0) return {scale + 0.f, 0};
+  if (bits == 0) return {scale + 0.f, 0};
   return {min < max ? scale : 0, within(min) + 0.f};
 }
 

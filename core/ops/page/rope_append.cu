@@ -1,6 +1,8 @@
-// `width` neighbouring lanes take one head of a row. They norm and rotate a query or key head, and write a KV head's
-// key and value to its page. rope_kernel appends nothing; there the same lanes take several heads.
+// `width` neighbouring lanes take a query, key or value of a row. They norm and rotate queries and keys, and write keys
+// and values to pages. A head's key and value are encoded side by side, by the same instructions, before their place
+// is known. rope_kernel appends nothing; there the same lanes take several heads.
 #include <bit>
+#include <cstdlib>
 #include <type_traits>
 
 #include "base/finite.hpp"
@@ -25,7 +27,11 @@ struct Args {
   int shift = 0;       // 2^shift lanes have a head
   int page_shift = 0;  // 2^page_shift is the page size; -1: it is no power of two
   float limit = 0;     // finite_limit of the cache's dtype
+  bool fetch = true;
 };
+
+// The first unit of keys and values: a pair of lanes' units begins at an even one.
+__host__ __device__ constexpr int first_pair(int heads) { return (heads + 1) / 2 * 2; }
 
 __device__ __forceinline__ void load4(const float* from, float* to) {
   const float4 v = *reinterpret_cast<const float4*>(from);
@@ -59,6 +65,25 @@ __device__ __forceinline__ int row_size(const PageLayout& l, CodecSide side) {
 __device__ __forceinline__ float decode(float code, float scale, float zero) {
   return __fadd_rn(__fmul_rn(code, scale), zero);
 }
+
+// A lane's codes of a key or value, and the word of scale and zero.
+struct Codes {
+  unsigned words[2] = {}, scale = 0;
+
+  // Of elements [4 lane, 4 lane + 4), and the same range `half` further.
+  __device__ void store(std::byte* row, int bits, int half, int lane) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      std::byte* to = row + (h * half + each * lane) * bits / 8;
+      if (bits == 8)
+        *reinterpret_cast<unsigned*>(to) = words[h];
+      else if (bits == 4)
+        *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(words[h]);
+      else
+        *to = static_cast<std::byte>(words[h]);
+    }
+  }
+};
 
 // A lane's elements of a head: [4 lane, 4 lane + 4) and the same range head_dim / 2 further. They are zero in lanes
 // past the head.
@@ -128,30 +153,20 @@ struct Head {
       least = fminf(least, fminf(low[j], high[j])), most = fmaxf(most, fmaxf(low[j], high[j]));
     return make_float2(least, most);
   }
-  // Stores one side of a token as write_token does. Returns what read_row reads there. Without `Coded` no layout has
-  // codes, and the kernel is short. range: of the head.
-  template <bool Coded>
-  __device__ Head encode(std::byte* frame, const PageLayout& l, bool key, int offset, int lane, float2 range) const {
-    const int half = l.head_dim / 2;
-    const CodecSide side = side_of(l, key);
-    std::byte* row = frame + (key ? l.k : l.v) + offset * row_size<Coded>(l, side);
-    if (!Coded || !side.bits) {
-      if (l.dtype == DType::f16) return store_rounded(reinterpret_cast<__half*>(row), half, lane);
-      if (l.dtype == DType::bf16) return store_rounded(reinterpret_cast<__nv_bfloat16*>(row), half, lane);
-      store(reinterpret_cast<float*>(row), half, lane);
-      return *this;
-    }
-    const CodeScale of = put_scale(code_scale(side, range.x, range.y), frame + meta_offset(l, key, offset), lane == 0);
+  // Makes codes as write_token does. range: of the whole head. read: becomes what read_row reads of the codes.
+  __device__ Codes encode(CodecSide side, float2 range, Head& read) const {
+    Codes out;
+    const CodeScale of = put_scale(side.kind == CodeKind::whole_zero
+                                       ? code_scale(side, range.x, range.y)
+                                       : scale_of(side.kind == CodeKind::e4m3 ? 0 : side.bits, range.x, range.y),
+                                   reinterpret_cast<std::byte*>(&out.scale), true);
     const SharedScale shared(of);
-    Head out = *this;
-    unsigned words[2] = {};
     const auto code_all = [&](const auto& code_of, const auto& number_of) {
 #pragma unroll
-      for (int j = 0; j < 2 * each; ++j) {
-        float& x = j < each ? out.low[j % each] : out.high[j % each];
-        const unsigned code = code_of(x);
-        words[j / each] |= code << side.bits * (j % each);
-        x = decode(number_of(code), of.scale, of.zero);
+      for (int j = 2 * each - 1; j >= 0; --j) {
+        const unsigned code = code_of(j < each ? low[j % each] : high[j % each]);
+        out.words[j / each] = (out.words[j / each] << side.bits) + code;
+        (j < each ? read.low : read.high)[j % each] = decode(number_of(code), of.scale, of.zero);
       }
     };
     // One branch for all elements, so that they are computed side by side.
@@ -161,17 +176,14 @@ struct Head {
     else
       code_all([&](float x) { return shared.integer(x, side.bits); },
                [](unsigned code) { return static_cast<float>(code); });
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      std::byte* to = row + (h * half + each * lane) * side.bits / 8;
-      if (side.bits == 8)
-        *reinterpret_cast<unsigned*>(to) = words[h];
-      else if (side.bits == 4)
-        *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(words[h]);
-      else
-        *to = static_cast<std::byte>(words[h]);
-    }
     return out;
+  }
+  // Stores the head as it is, in the layout's dtype. Returns what read_row reads there.
+  __device__ Head store_plain(std::byte* row, DType dtype, int half, int lane) const {
+    if (dtype == DType::f16) return store_rounded(reinterpret_cast<__half*>(row), half, lane);
+    if (dtype == DType::bf16) return store_rounded(reinterpret_cast<__nv_bfloat16*>(row), half, lane);
+    store(reinterpret_cast<float*>(row), half, lane);
+    return *this;
   }
 };
 
@@ -418,46 +430,38 @@ struct Angles {
   }
 };
 
-struct Place {
-  int frame = null_frame, codec = 0;  // null_frame: no place; *error has the reason
-};
-
 __device__ __forceinline__ std::byte* summary_of(const RopeAppendArgs& a, int slot, int head, int page) {
   const auto& stride = a.summaries.stride;
   return a.summaries.data + slot * stride[0] + head * stride[1] + page * stride[2];
 }
 
-// Returns the place of the head's next token and enters it in length and the entry of its page. last: that entry.
-__device__ Place take_place(const RopeAppendArgs& a, std::int32_t* length, PageEntry* entry, int page, int offset,
-                            const PageEntry& last) {
-  Place p;
+// Returns the frame of the head's next token, and enters the token in length and the entry of its page. null_frame: it
+// has no place, and *error has the reason. last: that entry.
+__device__ std::int32_t take_place(const RopeAppendArgs& a, std::int32_t* length, PageEntry* entry, int page,
+                                   int offset, const PageEntry& last) {
   const auto fail = [&](int why) {
     atomicOr(a.error, why);
-    p.frame = null_frame;
-    return p;
+    return null_frame;
   };
   if (page >= a.table.extent[2]) return fail(append_no_page);
+  std::int32_t frame = last.frame;
   if (offset == 0) {
     const int next = atomicAdd(a.pool.taken, 1);
     if (next >= *a.pool.given) {
       atomicSub(a.pool.taken, 1);
       return fail(append_no_frame);
     }
-    p.frame = a.pool.at(next);
-    p.codec = a.codec;
     PageEntry fresh;
-    fresh.frame = p.frame;
+    fresh.frame = frame = a.pool.at(next);
     fresh.tokens = 1;
-    fresh.codec = static_cast<std::uint8_t>(p.codec);
+    fresh.codec = static_cast<std::uint8_t>(a.codec);
     *entry = fresh;
   } else {
     if (last.frame < 0) return fail(append_page_absent);
-    p.frame = last.frame;
-    p.codec = last.codec;
     entry->tokens = static_cast<std::uint16_t>(offset + 1);
   }
   *length = page * a.layouts->page_size + offset + 1;
-  return p;
+  return frame;
 }
 
 // A block works for row blockIdx.y.
@@ -466,48 +470,57 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   RopeAppendArgs a = all.in;
   a.layouts = all.layouts;
   // Where the kernel reads a page's keys, blocks of their own have a KV head each. Its key, its value and its place are
-  // then the work of a warp each. Elsewhere the same lanes do all of a head.
+  // then the work of a warp each. Elsewhere a KV head's key and value have neighbouring lanes.
   constexpr int warp_of_key = 0, warp_of_value = 1, warp_of_place = 2;
-  const int first_of_heads = reads_page(How) ? a.kv_heads : 0, block = static_cast<int>(blockIdx.x);
+  const int first_of_heads = reads_page(How) ? a.kv_heads : 0, block = static_cast<int>(blockIdx.x),
+            thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   const bool whole_block = reads_page(How) && block < first_of_heads;
-  const auto does = [&](int warp) { return !whole_block || static_cast<int>(threadIdx.x / 32) == warp; };
-  const int width = 1 << all.shift, lane = static_cast<int>(threadIdx.x) & (width - 1), dim = a.head_dim,
-            half = dim / 2, row = static_cast<int>(blockIdx.y);
-  const int head =
-      whole_block ? a.heads + block : ((block - first_of_heads) * threads + static_cast<int>(threadIdx.x)) >> all.shift;
-  const bool of_row = head < a.heads + (whole_block || !reads_page(How) ? a.kv_heads : 0),
-             there = of_row && (!whole_block || static_cast<int>(threadIdx.x % 32) < width),
-             mine = there && lane < half / each;
-  const bool query = head < a.heads;
+  const int width = 1 << all.shift, lane = thread & (width - 1), dim = a.head_dim, half = dim / 2,
+            row = static_cast<int>(blockIdx.y);
+  // Units: queries, then key and value of each KV head.
+  const int unit = ((block - first_of_heads) * threads + thread) >> all.shift, of_pairs = unit - first_pair(a.heads);
+  const bool query = !whole_block && unit < a.heads;
+  const bool appends = whole_block || (!reads_page(How) && of_pairs >= 0 && of_pairs < 2 * a.kv_heads);
+  const bool in_width = !whole_block || thread % 32 < width;
+  const bool key = appends && in_width && (whole_block ? warp == warp_of_key : of_pairs % 2 == 0),
+             value = appends && in_width && (whole_block ? warp == warp_of_value : of_pairs % 2 == 1),
+             of_place = whole_block ? in_width && warp == warp_of_place : key, places = of_place && lane == 0;
+  const bool mine = (query || key || value) && lane < half / each, turns = mine && !value;
+  const int kv_head = whole_block ? block
+                      : appends   ? of_pairs / 2
+                                  : 0,
+            head = query ? unit : a.heads + kv_head + (value ? a.kv_heads : 0);
   float* x = a.qkv + row * a.qkv_stride + std::int64_t{head} * dim;
   let_successor_start();
   const int at = a.position[row], slot = a.slots[row];
   // No slot is negative. The condition has both loads start together.
   const bool known = at >= 0 && at < a.angles && slot >= 0;
-  const bool has_key = mine && does(warp_of_key), has_value = mine && !query && does(warp_of_value),
-             places = there && lane == 0 && does(warp_of_place);
   Angles angles;
-  if (has_key && known) angles.load(a, at, lane);
+  if (turns && known) angles.load(a, at, lane);
   const int page_size = a.layouts->page_size;
   const auto page_of = [&](int token) { return all.page_shift < 0 ? token / page_size : token >> all.page_shift; };
-  const int likely = known ? page_of(at) : 0;
-  wait_for_predecessor();
-  Head h, value;
-  if (has_key) h.load(x, half, lane);
-  if (has_value) value.load(x + std::int64_t{a.kv_heads} * dim, half, lane);
   // A head that has lost no token appends to the page of the text position. What the page's entry says, and its
   // stored bounds, then come together with the length. Else they are loaded once more.
-  const int kv_head = query ? 0 : head - a.heads;
-  const bool appends = of_row && !query;
+  const int likely = known ? page_of(at) : 0;
   PageEntry* entries = a.table.data + slot * a.table.stride[0] + kv_head * a.table.stride[1];
   std::int32_t* length = a.length.data + slot * a.length.stride[0] + kv_head * a.length.stride[1];
+  // Nobody has read these since the last step, so they come from far. Another kernel may still write them.
+  if (all.fetch && appends && known && likely < a.table.extent[2]) {
+    if (places) fetch_line(length), fetch_line(entries + likely * a.table.stride[2]);
+    if (How == Summed::stored_bounds && key)
+      fetch_line(summary_of(a, slot, kv_head, likely) +
+                 lane * (dim * bits_of(element_of(a.layouts->dtype)) / 4 / width));
+  }
+  wait_for_predecessor();
+  Head h;
+  if (mine) h.load(x, half, lane);
   PageEntry last;
   StoredBound least, most;
   const auto load_page = [&](int page) {
     if (!appends || page >= a.table.extent[2]) return;
     last = entries[page * a.table.stride[2]];
     if constexpr (How == Summed::stored_bounds) {
-      if (!mine) return;
+      if (!key || !mine) return;
       const std::byte* summary = summary_of(a, slot, kv_head, page);
       const Element e = element_of(a.layouts->dtype);
       least.load(summary, e, half, lane);
@@ -519,75 +532,79 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   int page = likely, offset = n - likely * page_size;
   if (offset < 0 || offset >= page_size) page = page_of(n), offset = n - page * page_size, load_page(page);
   const std::byte* keys = a.base + std::int64_t{last.frame} * granule_bytes;
-  const PageLayout& of_keys = a.layouts[offset > 0 ? last.codec : a.codec];
+  int codec = a.codec;
+  if (a.codecs > 1 && offset > 0) codec = last.codec;
+  const PageLayout& l = a.layouts[codec];
+  const CodecSide side = side_of(l, !value);
   const int before = offset > 0 && last.frame >= 0 && page < a.table.extent[2] ? offset : 0;
   Column<Coded> column;
   if constexpr (reads_page(How))
-    if (whole_block && static_cast<int>(threadIdx.x) < dim) {
-      const int codes = Coded ? of_keys.codec.k.bits : 0;
-      column.load(codes ? codes : bits_of(element_of(of_keys.dtype)), keys, of_keys, 0, before,
-                  static_cast<int>(threadIdx.x));
+    if (whole_block && thread < dim) {
+      const int codes = Coded ? l.codec.k.bits : 0;
+      column.load(codes ? codes : bits_of(element_of(l.dtype)), keys, l, 0, before, thread);
     }
-  float2 ranges[2] = {};  // of key and value
+  Codes codes;
+  Head read;  // the key as it is stored
   const auto turn = [&] {
-    if (a.query_norm || a.key_norm) h.norm(query ? a.query_norm : a.key_norm, a.eps, half, lane, width, has_key);
-    if (a.turn) h.rotate(angles.cosine, angles.sine);
-    if (has_key && known) h.store(x, half, lane);
-    const bool finite = (!has_key || h.finite(query ? INFINITY : all.limit)) && (!has_value || value.finite(all.limit));
-    if (!finite && known && a.nonfinite) a.nonfinite[row * a.nonfinite_step] = 1;
-    if (has_key && known && query && a.rounded)
+    if (a.query_norm || a.key_norm) h.norm(query ? a.query_norm : a.key_norm, a.eps, half, lane, width, turns);
+    if (a.turn && !value) h.rotate(angles.cosine, angles.sine);
+    if (turns && known) h.store(x, half, lane);
+    if (mine && !h.finite(query ? INFINITY : all.limit) && known && a.nonfinite)
+      a.nonfinite[row * a.nonfinite_step] = 1;
+    if (turns && known && query && a.rounded)
       h.round(a.rounded, a.rounded_dtype, (std::int64_t{row} * a.heads + head) * dim, half, lane);
     if constexpr (Coded) {
-      ranges[0] = ranges[1] = make_float2(INFINITY, -INFINITY);
-      if (mine) ranges[0] = h.range(), ranges[1] = value.range();
-      if (__any_sync(~0u, mine && !query)) join_ranges(ranges, all.shift);
+      if (!__any_sync(~0u, mine && !query)) return;
+      float2 range[1] = {make_float2(INFINITY, -INFINITY)};
+      if (mine) range[0] = h.range();
+      join_ranges(range, all.shift);
+      if (side.bits) codes = h.encode(side, range[0], read);
     }
   };
   if constexpr (!reads_page(How)) turn();  // while the page's entry comes
   // take_place changes the length and the entry that all lanes of the head read.
-  if (whole_block)
-    __syncthreads();
-  else
-    __syncwarp();
-  Place p;
+  const bool fresh = __syncthreads_or(appends && offset == 0);
+  std::int32_t frame = offset > 0 && known && page < a.table.extent[2] ? last.frame : null_frame, taken = null_frame;
   if (places) {
     if (!known)
       atomicOr(a.error, append_no_angle);
-    else if (!query)
-      p = take_place(a, length, entries + page * a.table.stride[2], page, offset, last);
+    else
+      taken = take_place(a, length, entries + page * a.table.stride[2], page, offset, last);
   }
   if constexpr (reads_page(How)) turn();
-  if (whole_block) {
-    __shared__ int taken[2];
-    if (places) taken[0] = p.frame, taken[1] = p.codec;
+  if (fresh) {
+    __shared__ std::int32_t of_heads[threads / 2];
+    const int pair = whole_block ? 0 : thread >> (all.shift + 1);
+    if (places) of_heads[pair] = taken;
     __syncthreads();
-    p.frame = taken[0], p.codec = taken[1];
-  } else {
-    const int first = static_cast<int>(threadIdx.x % 32) - lane;
-    p.frame = __shfl_sync(~0u, p.frame, first);
-    p.codec = __shfl_sync(~0u, p.codec, first);
+    if (offset == 0) frame = of_heads[pair];
   }
-  const PageLayout& l = a.layouts[p.codec];
-  std::byte* frame = a.base + std::int64_t{p.frame} * granule_bytes;
-  const bool placed = p.frame >= 0;
-  Head key;
-  if (placed && has_key) key = h.encode<Coded>(frame, l, true, offset, lane, ranges[0]);
-  if (placed && has_value) value.encode<Coded>(frame, l, false, offset, lane, ranges[1]);
+  const bool placed = appends && frame >= 0;
+  std::byte* to = a.base + std::int64_t{frame} * granule_bytes;
+  if (placed && mine) {
+    std::byte* of_token = to + (value ? l.v : l.k) + offset * row_size<Coded>(l, side);
+    if (Coded && side.bits) {
+      codes.store(of_token, side.bits, half, lane);
+      if (lane == 0) *reinterpret_cast<unsigned*>(to + meta_offset(l, !value, offset)) = codes.scale;
+    } else {
+      read = h.store_plain(of_token, l.dtype, half, lane);
+    }
+  }
   if (placed && places) {
-    reinterpret_cast<std::int32_t*>(frame + l.positions)[offset] = at;
+    reinterpret_cast<std::int32_t*>(to + l.positions)[offset] = at;
     if (How != Summed::nothing && offset == 0) atomicAdd(a.pages, 1);
   }
-  for (int c = lane; placed && there && does(warp_of_place) && c < l.state_columns; c += width)
-    reinterpret_cast<float*>(frame + l.state)[std::int64_t{c} * l.page_size + offset] = 0;
+  for (int c = lane; placed && of_place && c < l.state_columns; c += width)
+    reinterpret_cast<float*>(to + l.state)[std::int64_t{c} * l.page_size + offset] = 0;
   if constexpr (reads_page(How)) {
     if (!whole_block || !placed) return;  // a query, or no place
     __shared__ float4 aligned[page_room(How) / 4];
     float* appended = reinterpret_cast<float*>(aligned);
-    if (has_key) key.store(appended, half, lane);
+    if (key && mine) read.store(appended, half, lane);
     __syncthreads();
-    sum_page<How>(column, keys, of_keys, before, appended, summary_of(a, slot, kv_head, page));
-  } else if (How == Summed::stored_bounds && placed && has_key) {
-    write_bounds(summary_of(a, slot, kv_head, page), l, least, most, key, offset == 0, lane);
+    sum_page<How>(column, keys, l, before, appended, summary_of(a, slot, kv_head, page));
+  } else if (How == Summed::stored_bounds && placed && key && mine) {
+    write_bounds(summary_of(a, slot, kv_head, page), l, least, most, read, offset == 0, lane);
   }
 }
 
@@ -671,6 +688,8 @@ static void rope_append_cuda(const RopeAppendArgs& in, Stream s) {
   const auto page_size = static_cast<unsigned>(in.layouts->page_size);
   a.page_shift = std::has_single_bit(page_size) ? std::countr_zero(page_size) : -1;
   a.limit = finite_limit(in.layouts->dtype);
+  static const char* fetch = std::getenv("KVLAB_X_FETCH");
+  a.fetch = !fetch || *fetch != '0';
   bool coded = false;
   for (int c = 0; c < in.codecs; ++c) {
     a.layouts[c] = in.layouts[c];
@@ -680,7 +699,8 @@ static void rope_append_cuda(const RopeAppendArgs& in, Stream s) {
   const bool reads =
       in.summary != Summary::none && !(in.summary == Summary::min_max && in.summary_bits == 16 && in.bounds_hold);
   const auto blocks_of = [&](int units) { return static_cast<unsigned>((units * width + threads - 1) / threads); };
-  const dim3 grid(reads ? static_cast<unsigned>(in.kv_heads) + blocks_of(in.heads) : blocks_of(heads),
+  const dim3 grid(reads ? static_cast<unsigned>(in.kv_heads) + blocks_of(in.heads)
+                        : blocks_of(first_pair(in.heads) + 2 * in.kv_heads),
                   static_cast<unsigned>(in.rows));
   launch("rope_append", kernel, grid, threads, 0, stream_of(s), true, a);
 }
