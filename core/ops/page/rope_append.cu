@@ -2,7 +2,6 @@
 // and values to pages. A head's key and value are encoded side by side, by the same instructions, before their place
 // is known. rope_kernel appends nothing; there the same lanes take several heads.
 #include <bit>
-#include <cstdlib>
 #include <type_traits>
 
 #include "base/finite.hpp"
@@ -27,7 +26,6 @@ struct Args {
   int shift = 0;       // 2^shift lanes have a head
   int page_shift = 0;  // 2^page_shift is the page size; -1: it is no power of two
   float limit = 0;     // finite_limit of the cache's dtype
-  bool fetch = true;
 };
 
 // The first unit of keys and values: a pair of lanes' units begins at an even one.
@@ -504,13 +502,6 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   const int likely = known ? page_of(at) : 0;
   PageEntry* entries = a.table.data + slot * a.table.stride[0] + kv_head * a.table.stride[1];
   std::int32_t* length = a.length.data + slot * a.length.stride[0] + kv_head * a.length.stride[1];
-  // Nobody has read these since the last step, so they come from far. Another kernel may still write them.
-  if (all.fetch && appends && known && likely < a.table.extent[2]) {
-    if (places) fetch_line(length), fetch_line(entries + likely * a.table.stride[2]);
-    if (How == Summed::stored_bounds && key)
-      fetch_line(summary_of(a, slot, kv_head, likely) +
-                 lane * (dim * bits_of(element_of(a.layouts->dtype)) / 4 / width));
-  }
   wait_for_predecessor();
   Head h;
   if (mine) h.load(x, half, lane);
@@ -688,8 +679,6 @@ static void rope_append_cuda(const RopeAppendArgs& in, Stream s) {
   const auto page_size = static_cast<unsigned>(in.layouts->page_size);
   a.page_shift = std::has_single_bit(page_size) ? std::countr_zero(page_size) : -1;
   a.limit = finite_limit(in.layouts->dtype);
-  static const char* fetch = std::getenv("KVLAB_X_FETCH");
-  a.fetch = !fetch || *fetch != '0';
   bool coded = false;
   for (int c = 0; c < in.codecs; ++c) {
     a.layouts[c] = in.layouts[c];
