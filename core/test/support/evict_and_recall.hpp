@@ -3,6 +3,8 @@
 #include <kvlab/plugin.hpp>
 #include <kvlab/takes_no_pruner.hpp>
 
+#include "ops/select/allot.hpp"
+
 // begin
 // Heads keep their newest 64 tokens. All pages but the newest live on the host. A step brings its best four.
 class EvictAndRecall final : public kvlab::Policy, public kvlab::TakesNoPruner {
