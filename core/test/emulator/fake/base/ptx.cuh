@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <cmath>
+#include <cstring>
 
 #include "ops/page/codes.hpp"
 
@@ -87,24 +88,39 @@ struct MmaIn {
 struct MmaOut {
   float c[4];
 };
+// Tests with scores spend a tenth of their time here. A row of sums stays in registers: twice as fast.
 template <class T>
 void mma_warp(const MmaIn* in, MmaOut* out) {
+  using Four = float __attribute__((vector_size(16)));
   alignas(64) float a[16][16], b[16][8], c[16][8];
   for (int lane = 0; lane < 32; ++lane) {
     const int g = lane / 4, q = lane % 4;
     const MmaIn& l = in[lane];
+#pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
       const int row = g + 8 * (r % 2), k = 2 * q + 8 * (r / 2);
       Pair<T>::unpack(l.a[r], a[row][k], a[row][k + 1]);
     }
+#pragma GCC unroll 2
     for (int r = 0; r < 2; ++r) Pair<T>::unpack(l.b[r], b[2 * q + 8 * r][g], b[2 * q + 8 * r + 1][g]);
+#pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) c[g + 8 * (r / 2)][2 * q + r % 2] = l.c[r];
   }
-  for (int i = 0; i < 16; ++i)
-    for (int k = 0; k < 16; ++k)
-      for (int n = 0; n < 8; ++n) c[i][n] += a[i][k] * b[k][n];
-  for (int lane = 0; lane < 32; ++lane)
+  for (int i = 0; i < 16; ++i) {
+    Four sums[2], row[2];
+    std::memcpy(sums, c[i], sizeof sums);
+#pragma GCC unroll 16
+    for (int k = 0; k < 16; ++k) {
+      std::memcpy(row, b[k], sizeof row);
+      sums[0] += a[i][k] * row[0];
+      sums[1] += a[i][k] * row[1];
+    }
+    std::memcpy(c[i], sums, sizeof sums);
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+#pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) out[lane].c[r] = c[lane / 4 + 8 * (r / 2)][2 * (lane % 4) + r % 2];
+  }
 }
 template <class T>
 void mma16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
