@@ -87,7 +87,7 @@ float weight_of(const float* query, const float* key, const float* mean, const C
     dot += double{query[d]} * double{centred};
     squares += double{centred} * double{centred};
   }
-  const double cosine = cosine_of(dot, squares_of(query, dim), squares);
+  const double cosine = cosine_of_pair(dot, squares_of(query, dim), squares);
   const double chance = collision_probability(cosine, static_cast<int>(h.planes.extent[2]),
                                               static_cast<int>(h.planes.extent[3]), rule.least);
   return static_cast<float>(1 / (chance + double{rule.floor}));

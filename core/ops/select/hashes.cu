@@ -142,7 +142,8 @@ struct Sampled {
         const double x = asked[d], y = key.key(d) - mean[d];
         dot += x * y, of_query += x * x, of_key += y * y;
       }
-      const double own = cosine_of(sum_of_lanes<1, 4>(dot), sum_of_lanes<1, 4>(of_query), sum_of_lanes<1, 4>(of_key));
+      const double own =
+          cosine_of_pair(sum_of_lanes<1, 4>(dot), sum_of_lanes<1, 4>(of_query), sum_of_lanes<1, 4>(of_key));
 #pragma unroll
       for (int j = 0; j < together; ++j) {
         const double x = __shfl_sync(~0u, own, j * sharers);

@@ -20,7 +20,7 @@ KVLAB_ON_BOTH inline double collision_probability(double cosine, int bits, int t
   return fewer < 1 ? 1 - fewer : 0;
 }
 
-KVLAB_ON_BOTH inline double cosine_of(double dot, double squares_a, double squares_b) {
+KVLAB_ON_BOTH inline double cosine_of_pair(double dot, double squares_a, double squares_b) {
   const double lengths = sqrt(squares_a) * sqrt(squares_b);
   return lengths > 0 ? dot / lengths : 0;
 }
