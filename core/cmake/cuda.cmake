@@ -93,14 +93,14 @@ endif()
 target_link_libraries(kvlab_cuda PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS} -Wl,--exclude-libs,ALL,--gc-sections)
 
 # cuDNN's front end is a set of headers from PyPI (tools/setup). cudnn.h comes with the CUDA toolkit or beside cuDNN's
-# library, which kvlab looks up at run time. -Os halves the time to compile the headers; cuDNN's kernels do the work. What
-# nobody calls or looks up would take half a megabyte.
+# library, which kvlab looks up at run time. -Os halves the time to compile the headers, and -O0 halves it again. cuDNN's
+# kernels do the work. What nobody calls or looks up would take half a megabyte.
 find_path(KVLAB_CUDNN_FRONTEND cudnn_frontend.h HINTS ${PROJECT_SOURCE_DIR}/build/cudnn-frontend/include
   DOC "folder of cudnn_frontend.h")
 find_path(KVLAB_CUDNN_INCLUDE cudnn.h HINTS ${CUDAToolkit_INCLUDE_DIRS} DOC "folder of cudnn.h")
 if(KVLAB_CUDNN_FRONTEND AND KVLAB_CUDNN_INCLUDE)
   set_source_files_properties(ops/attend/cudnn_attention.cpp PROPERTIES COMPILE_OPTIONS
-    "-Os;-fvisibility=hidden;-ffunction-sections;-fdata-sections;-DKVLAB_CUDNN_FRONTEND;-isystem;${KVLAB_CUDNN_FRONTEND};-isystem;${KVLAB_CUDNN_INCLUDE};-isystem;${CUDAToolkit_INCLUDE_DIRS}")
+    "$<IF:$<BOOL:${KVLAB_CUDA_QUICK}>,-O0,-Os>;-fvisibility=hidden;-ffunction-sections;-fdata-sections;-DKVLAB_CUDNN_FRONTEND;-isystem;${KVLAB_CUDNN_FRONTEND};-isystem;${KVLAB_CUDNN_INCLUDE};-isystem;${CUDAToolkit_INCLUDE_DIRS}")
 else()
   message(STATUS "no cuDNN front end or no cudnn.h: a prompt's attention runs without cuDNN")
 endif()
