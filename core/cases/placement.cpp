@@ -1,5 +1,6 @@
 // Which pages lie on the device, page lists of whole heads, and lists that follow a made-up or recorded pattern.
 #include <fmt/format.h>
+#include <kvlab/fill_heads.hpp>
 #include <kvlab/ops.hpp>
 
 #include <algorithm>

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <kvlab/error.hpp>
+#include <kvlab/fill_heads.hpp>
 #include <kvlab/ops.hpp>
 #include <kvlab/step_numbers.hpp>
 #include <kvlab/tier_demand.hpp>

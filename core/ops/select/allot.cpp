@@ -1,5 +1,6 @@
 #include "ops/select/allot.hpp"
 
+#include <kvlab/fill_heads.hpp>
 #include <kvlab/ops.hpp>
 
 #include <algorithm>

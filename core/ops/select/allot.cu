@@ -2,6 +2,7 @@
 #include "base/lanes.cuh"
 #include "ops/select/allot.hpp"
 
+#include <kvlab/fill_heads.hpp>
 #include <kvlab/ops.hpp>
 
 #include <cmath>

@@ -19,9 +19,6 @@ void numbers_of_rows(View<const std::int32_t, 2> of_slots, const std::int32_t* s
 // PagedKv::length it makes ops skip the other rows: a mask for every op that a callback calls.
 void lengths_of_rows(const PagedKv& kv, const std::uint8_t* leave_out, View<std::int32_t, 2> out, Stream s);
 
-// out(row, head) = value.
-void fill_heads(View<std::int32_t, 2> out, std::int32_t value, Stream s);
-
 void share_of_keep_reference(View<const std::int32_t, 2> keep, int pinned, double share, View<std::int32_t, 2> out);
 
 }  // namespace kvlab::ops

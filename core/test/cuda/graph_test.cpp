@@ -10,7 +10,6 @@
 #include "engine/engine.hpp"
 #include "model/bundled.hpp"
 #include "ops/page/paged.hpp"
-#include "ops/select/allot.hpp"
 #include "plugin/takes_mass_late.hpp"
 #include "support/cell_fixture.hpp"
 #include "support/evict_and_recall.hpp"

@@ -1,10 +1,10 @@
 // The device finds wrong numbers of plugins.
 #include <catch2/catch.hpp>
+#include <kvlab/fill_heads.hpp>
 #include <limits>
 
 #include "compose/compose.hpp"
 #include "engine/engine.hpp"
-#include "ops/select/allot.hpp"
 #include "plugin/loader.hpp"
 #include "support/contract.hpp"
 

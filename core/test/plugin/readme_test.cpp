@@ -1,4 +1,6 @@
-// The example of the SDK's page is the class that tests run.
+// The example of the SDK's page is the class that tests run. It comes first, so it compiles with what it includes.
+#include "support/evict_and_recall.hpp"
+
 #include <catch2/catch.hpp>
 #include <fstream>
 #include <iterator>

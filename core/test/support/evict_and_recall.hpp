@@ -1,11 +1,10 @@
 // The example of core/api/README.md; a test holds the two together.
 #pragma once
+// begin
+#include <kvlab/fill_heads.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/takes_no_pruner.hpp>
 
-#include "ops/select/allot.hpp"
-
-// begin
 // Heads keep their newest 64 tokens. All pages but the newest live on the host. A step brings its best four.
 class EvictAndRecall final : public kvlab::Policy, public kvlab::TakesNoPruner {
  public:

@@ -1,11 +1,10 @@
 // A policy that attends to tokens, not pages: the newest of each head and the two oldest, which are pinned.
 #pragma once
+#include <kvlab/fill_heads.hpp>
 #include <kvlab/ops.hpp>
 #include <kvlab/policy.hpp>
 
 #include <vector>
-
-#include "ops/select/allot.hpp"
 
 namespace kvlab::test {
 
