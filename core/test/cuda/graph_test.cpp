@@ -22,6 +22,18 @@ using namespace kvlab;
 
 namespace {
 
+// Each head's oldest token.
+TokenList oldest_token(const LayerStep& step, Stream s) {
+  const Scores age = step.kv_head_scores("age");
+  ops::recency(step.pages, age, s);
+  ops::negate(age, s);
+  const auto keep = step.scratch<std::int32_t>("keep", {step.rows(), step.kv_heads()});
+  ops::fill_heads(keep, 1, s);
+  const auto list = step.list<TokenList>("list", 1);
+  ops::top_tokens(step.pages, age, keep, nullptr, list, s);
+  return list;
+}
+
 std::shared_ptr<const Model> model_named(const std::string& name) {
   static auto& known = *new std::map<std::string, std::shared_ptr<const Model>>;
   auto& model = known[name];
@@ -750,14 +762,7 @@ TEST_CASE("cuda engine: mass that may wait comes before the tokens of its layer 
     }
     void observe(const LayerStep& step, Edits& edits, Stream s) override {
       if (!evicts) return;
-      const Scores age = step.kv_head_scores("age");
-      ops::recency(step.pages, age, s);
-      ops::negate(age, s);
-      const auto keep = step.scratch<std::int32_t>("keep", {step.rows(), step.kv_heads()});
-      ops::fill_heads(keep, 1, s);
-      const auto list = step.list<TokenList>("list", 1);
-      ops::top_tokens(step.pages, age, keep, nullptr, list, s);
-      edits.evict(list);
+      edits.evict(oldest_token(step, s));
     }
     void finish_step(const Step& step, Edits&, Stream s) override {
       const Scores sums =
@@ -1141,16 +1146,7 @@ TEST_CASE("cuda engine: an edit for the end of a step comes neither earlier nor 
       noted = const_cast<std::int32_t*>(
           static_cast<const std::int32_t*>(w.constant("noted", zeros.data(), zeros.size() * sizeof(std::int32_t))));
     }
-    void select(const LayerStep& step, Edits& edits, Stream s) override {
-      const Scores age = step.kv_head_scores("age");
-      ops::recency(step.pages, age, s);
-      ops::negate(age, s);
-      const auto keep = step.scratch<std::int32_t>("keep", {step.rows(), step.kv_heads()});
-      ops::fill_heads(keep, 1, s);
-      const auto list = step.list<TokenList>("list", 1);
-      ops::top_tokens(step.pages, age, keep, nullptr, list, s);
-      edits.evict(list, when);
-    }
+    void select(const LayerStep& step, Edits& edits, Stream s) override { edits.evict(oldest_token(step, s), when); }
     void observe(const LayerStep& step, Edits&, Stream s) override {
       std::int32_t* of_layer = noted + step.layer * step.shape->max_slots * step.kv_heads();
       ops::lengths(step.pages, View<std::int32_t, 2>::dense(of_layer, {step.rows(), step.kv_heads()}), s);
