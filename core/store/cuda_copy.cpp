@@ -1,5 +1,6 @@
 // Copies a slot of a CudaStore to the host and back, to save, restore and check it.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <kvlab/error.hpp>
 #include <string>
@@ -11,7 +12,8 @@
 namespace kvlab {
 namespace {
 
-constexpr std::int64_t packed_granules = (std::int64_t{64} << 20) / granule_bytes;  // of one round trip
+// Bytes of one round trip of copy_frames.
+constexpr std::size_t least_packed = std::size_t{1} << 20, most_packed = std::size_t{64} << 20;
 
 }  // namespace
 
@@ -38,7 +40,11 @@ std::vector<PageEntry> CudaStore::entries(const StreamMemory& table, int slot) c
 
 void CudaStore::copy_frames(const std::vector<HostFrame>& frames, bool to_host) const {
   if (frames.empty()) return;
-  const bool packs = packed_.data() || packed_.reserve(packed_granules * granule_bytes);
+  std::size_t all = 0;
+  for (const HostFrame& f : frames) all += static_cast<std::size_t>(f.granules * granule_bytes);
+  const std::size_t wanted = std::bit_ceil(std::clamp(all, least_packed, most_packed));
+  const bool packs = packed_.bytes() >= wanted || packed_.reserve(wanted);
+  const auto most = static_cast<std::int64_t>(packed_.bytes()) / granule_bytes;
   std::byte* device = device_frames();
   if (!packs) {
     for (const HostFrame& f : frames) {
@@ -52,7 +58,7 @@ void CudaStore::copy_frames(const std::vector<HostFrame>& frames, bool to_host) 
   for (std::size_t begin = 0; begin < frames.size(); begin += jobs.size()) {
     jobs.clear();
     std::int64_t at = 0;
-    for (std::size_t i = begin; i < frames.size() && at + frames[i].granules <= packed_granules; ++i) {
+    for (std::size_t i = begin; i < frames.size() && at + frames[i].granules <= most; ++i) {
       jobs.push_back({frames[i].frame, frames[i].granules, static_cast<std::int32_t>(at)});
       at += frames[i].granules;
     }

@@ -29,7 +29,9 @@ CudaStore::Pinned::~Pinned() {
 }
 
 bool CudaStore::Pinned::reserve(std::size_t bytes) {
+  if (data_) backend().runtime.free_pinned(data_);
   data_ = static_cast<std::byte*>(backend().runtime.allocate_pinned(bytes + static_cast<std::size_t>(before_frames)));
+  bytes_ = data_ ? bytes : 0;
   return data_ != nullptr;
 }
 

@@ -119,11 +119,13 @@ class CudaStore final : public Store {
     ~Pinned();
     Pinned(const Pinned&) = delete;
     Pinned& operator=(const Pinned&) = delete;
-    bool reserve(std::size_t bytes);  // returns false if it does not fit
+    bool reserve(std::size_t bytes);  // frees what it had; returns false if the new bytes do not fit
     std::byte* data() const { return data_ ? data_ + before_frames : nullptr; }
+    std::size_t bytes() const { return bytes_; }
 
    private:
     std::byte* data_ = nullptr;
+    std::size_t bytes_ = 0;
   };
 
   // Bytes of what the store takes on the device.
