@@ -202,7 +202,7 @@ static auto common_of(const PooledLogits& c) {
 }
 
 // pool_vectors_kernel for these calls, or null.
-static void (*vectors_kernel(const Args& a, std::span<const PooledLogits> calls))(Args) {
+static decltype(&pool_vectors_kernel<1, 2>) vectors_kernel(const Args& a, std::span<const PooledLogits> calls) {
   if (a.half > most_vector_half) return nullptr;
   for (const PooledLogits& c : calls)
     if (!logit_vectors(c.logits)) return nullptr;

@@ -2,7 +2,27 @@
 #   kernel<<<grid, block, ...>>>(arguments);   ->  ::emulator::start("kernel", kernel, grid, block, ...)(arguments);
 #   extern __shared__ __align__(N) T x[];      ->  T* x = a pointer to the block's dynamic shared memory
 #   __shared__ T x, y[2];                      ->  references to the block's own x and y
+#   const __grid_constant__ T x                ->  const T &x: threads share a kernel's arguments instead of copying them
 # Line numbers stay the same. A form whose tokens break across lines is an error of the compiler.
+function shared_arguments(text,   mark, at, out, depth, i, c, piece) {
+  mark = "const __grid_constant__ "
+  while ((at = index(text, mark)) > 0) {
+    out = out substr(text, 1, at + length(mark) - 1)
+    text = substr(text, at + length(mark))
+    depth = 0
+    for (i = 1; i <= length(text); ++i) {
+      c = substr(text, i, 1)
+      if (c == "<") ++depth
+      if (c == ">") --depth
+      if ((c == "," || c == ")") && depth == 0) break
+    }
+    piece = substr(text, 1, i - 1)
+    if (i <= length(text)) sub(/[A-Za-z_0-9]+$/, "\\&&", piece)
+    out = out piece
+    text = substr(text, i)
+  }
+  return out text
+}
 FNR == 1 { print "#line 1 \"" FILENAME "\"" }
 /^[ \t]*extern __shared__ / {
   text = $0
@@ -36,5 +56,5 @@ FNR == 1 { print "#line 1 \"" FILENAME "\"" }
     $0 = substr($0, 1, RSTART - 1) "::emulator::start(\"" name "\", " name ", " substr($0, RSTART + RLENGTH)
   }
   gsub(/>>>\(/, ")(")
-  print
+  print shared_arguments($0)
 }

@@ -33,6 +33,10 @@ std::map<std::byte*, Allocation> allocations;
 std::set<Stream*> streams;
 std::unordered_map<const void*, std::int64_t> allowed;
 std::size_t in_use = 0;  // bytes of allocations
+// Mappings of released memory by their size, inaccessible. The system zeroes a new one page by page.
+std::unordered_multimap<std::size_t, std::byte*> released;
+std::size_t released_bytes = 0;
+constexpr std::size_t most_released = std::size_t{1} << 29;
 int error = 0;
 
 [[noreturn]] void throw_device(const std::string& what) {
@@ -67,13 +71,22 @@ void* allocate(std::size_t bytes) {
   no_capture("an allocation");
   if (bytes > free_bytes()) return nullptr;
   const std::size_t room = (bytes + 255) / 256 * 256, pages = (room + page - 1) / page * page;
-  void* mapped = mmap(nullptr, pages + 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped == MAP_FAILED) return nullptr;
-  auto* begin = static_cast<std::byte*>(mapped);
-  mprotect(begin, page, PROT_NONE);
-  mprotect(begin + page + pages, page, PROT_NONE);
+  std::byte* begin;
+  if (const auto found = released.find(pages); found != released.end()) {
+    begin = found->second;
+    released.erase(found);
+    released_bytes -= pages;
+  } else {
+    void* mapped = mmap(nullptr, pages + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) return nullptr;
+    begin = static_cast<std::byte*>(mapped);
+    if (pages >= std::size_t{4} << 20) madvise(begin + page, pages, MADV_HUGEPAGE);  // fewer page faults
+  }
+  if (mprotect(begin + page, pages, PROT_READ | PROT_WRITE)) {
+    munmap(begin, pages + 2 * page);
+    return nullptr;
+  }
   std::byte* memory = begin + page + pages - room;
-  if (pages >= std::size_t{4} << 20) madvise(begin + page, pages, MADV_HUGEPAGE);  // fewer page faults
   std::memset(memory, 0xff, bytes);
   std::memset(memory + bytes, slack_byte, room - bytes);
   allocations[memory] = {begin, pages + 2 * page, bytes, room - bytes};
@@ -114,9 +127,16 @@ void release(void* p) {
   const std::lock_guard lock(mutex);
   const auto found = allocations.find(static_cast<std::byte*>(p));
   if (found == allocations.end()) return;
-  in_use -= found->second.bytes;
-  munmap(found->second.mapped, found->second.mapped_bytes);
+  const Allocation a = found->second;
+  in_use -= a.bytes;
   allocations.erase(found);
+  const std::size_t pages = a.mapped_bytes - 2 * page;
+  if (released_bytes + pages > most_released || mprotect(a.mapped + page, pages, PROT_NONE)) {
+    munmap(a.mapped, a.mapped_bytes);
+    return;
+  }
+  released.emplace(pages, a.mapped);
+  released_bytes += pages;
 }
 
 Stream* stream_of(void* handle) {

@@ -76,7 +76,7 @@ auto start(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, std::s
            cudaStream_t stream = nullptr, bool early = false) {
   return [=](auto&&... arguments) {
     submit(stream, Launch{name, grid, block, shared, early}, reinterpret_cast<const void*>(kernel),
-           [kernel, all = std::tuple<P...>(arguments...)] { std::apply(kernel, all); });
+           [kernel, all = std::tuple<std::remove_cvref_t<P>...>(arguments...)] { std::apply(kernel, all); });
   };
 }
 
