@@ -27,16 +27,19 @@ double channel_of(const OnText& run, const Rule& rule, int layer, int head, cons
   if (!rule.skew) return x[static_cast<std::size_t>(c)];
   const std::size_t dim = x.size(),
                     at = static_cast<std::size_t>((layer * run.config().kv_heads + head) * run.config().head_dim + c);
+  const auto& directions = rule.skew->at("skew").values;
   double sum = 0;
-  for (std::size_t d = 0; d < dim; ++d) sum += x[d] * double{rule.skew->at("skew").values[at * dim + d]};
+  for (std::size_t d = 0; d < dim; ++d) sum += x[d] * double{directions[at * dim + d]};
   return sum;
 }
 
 // Tokens that each head reads beside the step's own. scores: [KV head][token].
 std::size_t number_of(const std::vector<Vector>& scores, const Rule& rule) {
   std::size_t all = 0;
-  for (const Vector& of_head : scores)
-    for (const double x : of_head) all += x > *std::max_element(of_head.begin(), of_head.end()) - rule.alpha;
+  for (const Vector& of_head : scores) {
+    const double most = *std::max_element(of_head.begin(), of_head.end());
+    for (const double x : of_head) all += x > most - rule.alpha;
+  }
   const auto share = static_cast<std::size_t>(rule.cap_share * static_cast<double>(scores[0].size()));
   return std::max<std::size_t>(1, std::min({all / scores.size(), static_cast<std::size_t>(rule.most()), share}));
 }
