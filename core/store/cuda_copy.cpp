@@ -40,10 +40,14 @@ std::vector<PageEntry> CudaStore::entries(const StreamMemory& table, int slot) c
 
 void CudaStore::copy_frames(const std::vector<HostFrame>& frames, bool to_host) const {
   if (frames.empty()) return;
-  std::size_t all = 0;
-  for (const HostFrame& f : frames) all += static_cast<std::size_t>(f.granules * granule_bytes);
+  std::size_t all = 0, largest = 0;
+  for (const HostFrame& f : frames) {
+    const auto bytes = static_cast<std::size_t>(f.granules * granule_bytes);
+    all += bytes, largest = std::max(largest, bytes);
+  }
   const std::size_t wanted = std::bit_ceil(std::clamp(all, least_packed, most_packed));
-  const bool packs = packed_.bytes() >= wanted || packed_.reserve(wanted);
+  if (packed_.bytes() < wanted) packed_.reserve(wanted);
+  const bool packs = packed_.bytes() >= largest;
   const auto most = static_cast<std::int64_t>(packed_.bytes()) / granule_bytes;
   std::byte* device = device_frames();
   if (!packs) {

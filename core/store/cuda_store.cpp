@@ -29,10 +29,12 @@ CudaStore::Pinned::~Pinned() {
 }
 
 bool CudaStore::Pinned::reserve(std::size_t bytes) {
-  if (data_) backend().runtime.free_pinned(data_);
-  data_ = static_cast<std::byte*>(backend().runtime.allocate_pinned(bytes + static_cast<std::size_t>(before_frames)));
-  bytes_ = data_ ? bytes : 0;
-  return data_ != nullptr;
+  const CudaRuntime& r = backend().runtime;
+  auto* const more = static_cast<std::byte*>(r.allocate_pinned(bytes + static_cast<std::size_t>(before_frames)));
+  if (!more) return false;
+  if (data_) r.free_pinned(data_);
+  data_ = more, bytes_ = bytes;
+  return true;
 }
 
 void CudaStore::check(const StoreOptions& o) {

@@ -119,7 +119,7 @@ class CudaStore final : public Store {
     ~Pinned();
     Pinned(const Pinned&) = delete;
     Pinned& operator=(const Pinned&) = delete;
-    bool reserve(std::size_t bytes);  // frees what it had; returns false if the new bytes do not fit
+    bool reserve(std::size_t bytes);  // in place of what it has; keeps that and returns false if they do not fit
     std::byte* data() const { return data_ ? data_ + before_frames : nullptr; }
     std::size_t bytes() const { return bytes_; }
 
