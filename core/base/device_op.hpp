@@ -9,6 +9,7 @@
 #include <typeinfo>
 #include <utility>
 
+#include "base/part_timer.hpp"
 #include "base/put_off.hpp"
 
 namespace kvlab {
@@ -54,6 +55,7 @@ void (*cuda_reach_from_host())(bool);
 template <auto Function, class... Arguments>
 decltype(auto) only_on_cuda(Arguments&&... arguments) {
   run_put_off();
+  PartClock::work();
   const auto find = [] {
     return reinterpret_cast<decltype(Function)>(find_cuda_op(typeid(CudaOpKey<Function>).name()));
   };

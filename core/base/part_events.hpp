@@ -27,6 +27,7 @@ class PartMarks {
     cut_ = false;
   }
   void cut() { cut_ = true; }
+  bool begins() const { return cut_; }  // the next mark only begins
   // Waits for the marked work and adds the seconds of each part.
   void add_to(PartSeconds& out) const;
   void clear() { marks_.clear(), cut_ = true; }
@@ -51,6 +52,10 @@ class PartEvents {
 
   // Counts the stream's work since the previous mark as `part`; the first mark only begins.
   void mark(Part part);
+  // Marks where work begins, unless a mark lies there.
+  void begin(Part part) {
+    if (captured_ ? captured_->begins() : marks_.begins()) mark(part);
+  }
   // The graph that holds these marks was launched. Of two launches until the next take the last one counts.
   void launched(std::shared_ptr<const PartMarks> of_graph);
   // Waits for the marked work. Returns the seconds of each part from the first to the last mark since the last take,

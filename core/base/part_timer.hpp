@@ -1,6 +1,6 @@
 // Where a step's time goes. While a PartClock is installed on the thread, it counts every second for the part of the
 // innermost open PartTimer. A second counts for one part only, so the parts add up to the whole. For work of a GPU's
-// stream, a clock with PartEvents records an event between two parts and does not read the host's clock.
+// stream, a clock with PartEvents records an event between the work of two parts and does not read the host's clock.
 #pragma once
 #include <array>
 #include <chrono>
@@ -32,9 +32,14 @@ class PartClock {
     PartSeconds parts{};
   };
   // The times since the last take(). On the host's clock the parts add up to `seconds`. With events, which it waits
-  // for, they add up to the stream's time from the first PartTimer's begin to the last one's end, without the gaps
+  // for, they add up to the stream's time from the first work under a PartTimer to the last one's end, without the gaps
   // before and behind a graph.
   Step take();
+
+  // The thread is about to give a GPU work.
+  static void work() {
+    if (PartClock* clock = current(); clock && clock->events_) clock->note_work();
+  }
 
   // The events of the thread's clock; null = it has none.
   static PartEvents* thread_events() { return current() ? current()->events_ : nullptr; }
@@ -48,6 +53,7 @@ class PartClock {
     return clock;
   }
   void lap();
+  void note_work();
   void enter(Part part);
   void leave(Part outer) noexcept;
 
@@ -55,6 +61,8 @@ class PartClock {
   PartClock* previous_;
   Clock::time_point begin_ = Clock::now(), since_ = begin_;
   Part part_ = Part::other;
+  int open_ = 0;        // PartTimers
+  bool works_ = false;  // the stream got work since the last event
   PartSeconds seconds_{};
 };
 

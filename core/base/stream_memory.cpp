@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/backend.hpp"
+#include "base/part_timer.hpp"
 #include "base/put_off.hpp"
 
 namespace kvlab {
@@ -38,10 +39,15 @@ StreamMemory::~StreamMemory() {
     ::operator delete(data_, line);
 }
 
+static void before_work() {
+  run_put_off();
+  PartClock::work();
+}
+
 void copy_memory(void* to, const void* from, std::size_t bytes, Stream s) {
   if (bytes == 0) return;
   if (s.device() == Device::cuda)
-    run_put_off(), runtime().copy(to, from, bytes, s.handle());
+    before_work(), runtime().copy(to, from, bytes, s.handle());
   else
     std::memcpy(to, from, bytes);
 }
@@ -49,7 +55,7 @@ void copy_memory(void* to, const void* from, std::size_t bytes, Stream s) {
 void zero_memory(void* to, std::size_t bytes, Stream s) {
   if (bytes == 0) return;
   if (s.device() == Device::cuda)
-    run_put_off(), runtime().fill(to, 0, bytes, s.handle());
+    before_work(), runtime().fill(to, 0, bytes, s.handle());
   else
     std::memset(to, 0, bytes);
 }

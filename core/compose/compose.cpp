@@ -203,19 +203,19 @@ class ComposedPolicy final : public Policy,
     PageList list;
     Pins pins;
     if (parts_.selector) {
-      {
-        const PartTimer timer(Part::select);
-        list = step.list<PageList>("selected pages", step.max_pages);
-        pins = parts_.selector->pins();
-        if (step.final_list && !injector_) {
-          list.final = step.final_list;
-          list.final->pins = pins;
-        }
-        LayerStep with = step;
-        with.page_budgets = page_budgets(step, s);
-        parts_.selector->select(with, list, s);
+      list = step.list<PageList>("selected pages", step.max_pages);
+      pins = parts_.selector->pins();
+      if (step.final_list && !injector_) {
+        list.final = step.final_list;
+        list.final->pins = pins;
       }
-      if (injector_) injector_->replace(step, list, pins, s);
+      LayerStep with = step;
+      with.page_budgets = page_budgets(step, s);
+      parts_.selector->select(with, list, s);
+      if (injector_) {
+        const PartTimer timer(Part::other);
+        injector_->replace(step, list, pins, s);
+      }
       edits.attend(list, pins);
       if (parts_.host)
         edits.place(list, {.pins = pins,
@@ -231,7 +231,10 @@ class ComposedPolicy final : public Policy,
     View<const std::int32_t, 2> left;
     if (parts_.selector) parts_.selector->observe(step, s);
     if (parts_.scorer) {
-      parts_.scorer->observe(step, s);
+      {
+        const PartTimer timer(Part::score);
+        parts_.scorer->observe(step, s);
+      }
       if (steady_) {
         compress_steadily(step, edits, s);
       } else {

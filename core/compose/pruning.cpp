@@ -5,7 +5,6 @@
 
 #include <utility>
 
-#include "base/part_timer.hpp"
 #include "compose/forwarding.hpp"
 #include "compose/repeat.hpp"
 #include "compose/second_stage.hpp"
@@ -114,7 +113,6 @@ class PrunedPolicy final : public ForwardingPolicy {
   }
 
   void prune(const LayerStep& step, const Edit& e, Edits& edits, Stream s) {
-    const PartTimer timer(Part::select);
     const TokenList tokens = step.list<TokenList>("tokens of a pruner", step.max_length);
     if (e.verb == Edit::attend)
       pruner_->prune(step, PageList{e.list}, tokens, s);

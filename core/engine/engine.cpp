@@ -494,7 +494,10 @@ Fit Engine::finish_step(const std::vector<std::int32_t>& slots, int room) {
     step.max_length = room;
   }
   Edits edits;
-  policy_->finish_step(step, edits, stream_);
+  {
+    const PartTimer timer(Part::select);
+    policy_->finish_step(step, edits, stream_);
+  }
   check_reads("finish_step", edits);
   check_step("finish_step", edits);
   return apply_after("finish_step", edits.all(), slots);
@@ -709,7 +712,10 @@ Selection Engine::select(const DecodeLayer& l, Fit& fit) {
   Edits edits(l.layer);
   LayerStep step = layer_step(l);
   step.final_list = store_->final_list();
-  policy_->select(step, edits, stream_);
+  {
+    const PartTimer timer(Part::select);
+    policy_->select(step, edits, stream_);
+  }
   check_step("select", edits);
   Selection read;
   std::vector<Edit> before, after;
@@ -807,7 +813,10 @@ Fit Engine::attended(const DecodeLayer& l) {
 Fit Engine::observe(const DecodeLayer& l) {
   if (!needs_.observe_beside()) {
     Edits edits(l.layer);
-    policy_->observe(layer_step(l), edits, stream_);
+    {
+      const PartTimer timer(Part::select);
+      policy_->observe(layer_step(l), edits, stream_);
+    }
     check_reads("observe", edits);
     if (needs_.capturable()) check_step("observe", edits);
     return apply_after("observe", edits.all(), *l.slots, true);
@@ -858,7 +867,10 @@ Fit Engine::observe_late(bool beside) {
       if (const Fit fit = carry_out(); fit != Fit::ok) return fit;
     const std::size_t before = scratch.left();
     step.mass = {}, step.output = {};
-    policy_->observe(step, edits.emplace_back(l.layer), s);
+    {
+      const PartTimer timer(Part::select);
+      policy_->observe(step, edits.emplace_back(l.layer), s);
+    }
     check_reads("observe", edits.back());
     check_late(edits.back());
     ops::forget_put_off_scores();
