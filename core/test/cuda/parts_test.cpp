@@ -74,13 +74,18 @@ TEST_CASE("cuda parts: events are made once, and what lies between two takes is 
       const PartTimer recall(Part::recall);
       zero_memory(memory.as<>(), memory.bytes(), s);
     }
+    {
+      const PartTimer last(Part::other);  // what no part counts is `other`, too
+      zero_memory(memory.as<>(), memory.bytes(), s);
+    }
     synchronize(s);
     const PartClock::Step step = clock.take();
     CHECK(step.parts[static_cast<std::size_t>(Part::gemm)] > 0);
     CHECK(step.parts[static_cast<std::size_t>(Part::recall)] > 0);
+    CHECK(step.parts[static_cast<std::size_t>(Part::other)] > 0);
     CHECK(step.parts[static_cast<std::size_t>(Part::attend)] == 0);
     CHECK(std::accumulate(step.parts.begin(), step.parts.end(), 0.) <= step.seconds);
-    CHECK(events_made == 9);  // the begin, and the ends of 4 * 2 parts
+    CHECK(events_made == 10);  // the begin, and the ends of 4 * 2 + 1 parts
     const PartClock::Step none = clock.take();
     CHECK(std::accumulate(none.parts.begin(), none.parts.end(), 0.) == 0);
   }
