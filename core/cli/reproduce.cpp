@@ -90,6 +90,8 @@ class Reproduction {
     sets_ = o_.sets;
     if (!o_.model.empty()) sets_.push_back(model_set(o_));
     std::set<std::string> models;
+    // A policy's `../../results` starts from the true folder of its file: in a bundle `experiments` is a link.
+    const fs::path above_experiments = fs::weakly_canonical(tree / "experiments").parent_path();
     for (const std::string& file : o_.small ? item.small : item.run) {
       const std::string path = (tree / file).string(), stem = fs::path(file).stem().string();
       runs_.push_back({stem, std::make_unique<Loaded>(path, sets_, o_.plugin_path)});
@@ -97,7 +99,7 @@ class Reproduction {
         for (const ModelSpec& model : load_experiment(path, o_.sets, *runs_.back().loaded->catalog).models)
           models.insert(model.name());
       Experiment& e = runs_.back().loaded->experiment;
-      e.output = is_profile(runs_.back()) ? tree / e.output : file_of(runs_.back());
+      e.output = is_profile(runs_.back()) ? above_experiments / e.output : file_of(runs_.back());
       if (!is_profile(runs_.back()) && !o_.report) check_spread(o_.run.spread, e);
     }
     // Published rows of other models would stand beside the one of --model.

@@ -155,10 +155,16 @@ namespace {
 // kvlab with a small tree of its own, whose item `paper/table1` has two profiles and a run for each.
 class OwnTree {
  public:
-  OwnTree() {
+  enum class Experiments { folder, link };  // link: they lie above share, as in a bundle
+  explicit OwnTree(Experiments experiments = Experiments::folder) {
     namespace fs = std::filesystem;
-    for (const char* name : {"bin", "share/kvlab/analysis/papers", "share/kvlab/experiments"})
-      fs::create_directories(folder_ / name);
+    for (const char* name : {"bin", "share/kvlab/analysis/papers"}) fs::create_directories(folder_ / name);
+    if (experiments == Experiments::folder) {
+      fs::create_directory(folder_ / "share/kvlab/experiments");
+    } else {
+      fs::create_directory(folder_ / "experiments");
+      fs::create_directory_symlink("../../experiments", folder_ / "share/kvlab/experiments");
+    }
     fs::copy_file(test::build_root() / "bin/kvlab", folder_ / "bin/kvlab");
     fs::create_directory_symlink(test::build_root() / "lib", folder_ / "lib");
     std::string run;
@@ -192,6 +198,7 @@ class OwnTree {
     return test::Child(all).wait();
   }
   std::string profile(const std::string& name) const { return folder_ / ("share/kvlab/results/" + name + ".h5"); }
+  std::string profile_above(const std::string& name) const { return folder_ / ("results/" + name + ".h5"); }
   std::string in_folder(const std::string& stem) const { return folder_ / ("out/paper-" + stem + ".h5"); }
   std::string log() const { return folder_ / "log"; }
 
@@ -224,6 +231,21 @@ TEST_CASE("reproduce --jobs 2: processes make the profiles that an item needs, t
   INFO(fresh.said);
   CHECK(fresh.code == 0);
   CHECK(std::filesystem::last_write_time(tree.profile("one")) > before);
+}
+
+TEST_CASE("reproduce makes profiles where policies look for them, also where the experiments' folder is a link") {
+  const OwnTree tree(OwnTree::Experiments::link);
+  const Ended checked = tree.reproduce({"--check"});
+  INFO(checked.said);
+  CHECK(checked.code == 0);
+  CHECK_THAT(checked.said, Contains(": makes " + tree.profile_above("one")));
+  const Ended ran = tree.reproduce({});
+  INFO(ran.said);
+  CHECK(ran.code == 0);
+  for (const char* name : {"one", "two"}) {
+    CHECK(results::is_profile(tree.profile_above(name)));
+    CHECK_FALSE(std::filesystem::exists(tree.profile(name)));
+  }
 }
 
 TEST_CASE("reproduce -o: a profile is made in the folder, and where policies look for it if any does") {
