@@ -45,9 +45,17 @@ def convert(dataset, arguments):
     tasks, absent = selected(dataset, source, arguments.task)
     paths = {name: Path(arguments.to) / f"{name}.jsonl" for name in tasks}
     written.check_ours(paths.values(), arguments.to)
+    skipped = []
     try:
         for name, task in tasks.items():
-            count = written.write_task(dataset, name, task, source, arguments, paths[name])
+            try:
+                count = written.write_task(dataset, name, task, source, arguments, paths[name])
+            except written.AllLeftOut as error:
+                skipped.append(name)
+                if arguments.task or len(skipped) == len(tasks):
+                    raise
+                print(f"{dataset.name} {name}: not converted: {error}", file=sys.stderr)
+                continue
             left = "".join(f", {n} left out ({why})" for why, n in source.left_out.items())
             print(f"{dataset.name} {name}: {count} records{left} -> {paths[name]}", file=sys.stderr)
     finally:

@@ -404,6 +404,21 @@ class Files(Folder):
             self.assertIn(message, said)
         self.assertEqual(run("check", self.folder / "none.jsonl")[0], 2)
 
+    def test_a_task_without_a_record_is_skipped_unless_it_is_asked_for(self):
+        value = json.loads(fixtures.SETS["longbench_v2"].files["data.json"])[0]  # short and easy
+        files = {"data.json": json.dumps([value])}
+        code, said = self.converted("longbench_v2", files=files)
+        self.assertEqual(code, 0, said)
+        self.assertEqual({p.stem for p in self.out.glob("*.jsonl")}, {"longbench_v2", "short", "easy"})
+        self.assertIn("longbench_v2 medium: not converted: ", said)
+        self.assertIn("data.json: got no record for hard; 1 left out (other difficulties), wanted at least one", said)
+        code, said = self.converted("longbench_v2", "--task", "short", "medium", files=files)
+        self.assertEqual(code, 2, said)
+        self.assertIn("convert.py: ", said)
+        self.assertIn("got no record for medium; 1 left out (other lengths)", said)
+        code, said = self.converted("aime24", files={"test.jsonl": [dict(fixtures.MATH, url="2023")]})
+        self.assertEqual(code, 2, said)  # it has no other task
+
     def test_a_failure_leaves_the_old_file(self):
         self.converted("longbench")
         path = self.out / "multifieldqa_en.jsonl"

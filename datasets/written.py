@@ -16,6 +16,10 @@ SUMMARY = "dataset.yaml"
 OURS = "# datasets/convert.py wrote this file.\n"
 
 
+class AllLeftOut(DataError):
+    """The source has records, and none of them is the task's."""
+
+
 def line_of(value):
     return json.dumps(value, ensure_ascii=False, separators=(", ", ": ")) + "\n"
 
@@ -61,7 +65,8 @@ def header_of(dataset, name, task, source, count, sha256):
 
 
 def write_task(dataset, name, task, source, options, path):
-    """Converts one task to `path`. Returns the number of records. The old file stays until the new one is whole."""
+    """Converts one task to `path`. Returns the number of records. The old file stays until the new one is whole.
+    AllLeftOut: there was none to write."""
     source.read, source.left_out = {}, {}
     count, digest, last, ids = 0, hashlib.sha256(), time.monotonic(), set()
     with tempfile.TemporaryFile() as body:
@@ -82,8 +87,9 @@ def write_task(dataset, name, task, source, options, path):
                 print(f"{dataset.name} {name}: {count} records so far", file=sys.stderr)
         if count == 0:
             out = ", ".join(f"{n} left out ({why})" for why, n in source.left_out.items())
-            raise DataError(", ".join(map(source.place, sorted(source.read))) or source.path,
-                            f"got no record for {name}{out and '; '}{out}, wanted at least one")
+            error = AllLeftOut if source.left_out else DataError
+            raise error(", ".join(map(source.place, sorted(source.read))) or source.path,
+                        f"got no record for {name}{out and '; '}{out}, wanted at least one")
         with Replacement(path) as out:
             out.write(line_of(header_of(dataset, name, task, source, count, digest.hexdigest())).encode("utf-8"))
             body.seek(0)
