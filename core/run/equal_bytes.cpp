@@ -7,10 +7,12 @@
 #include <cmath>
 #include <limits>
 #include <new>
+#include <string>
 #include <vector>
 
 #include "base/log.hpp"
 #include "base/stream_memory.hpp"
+#include "plugin/loader.hpp"
 #include "run/plain_pass.hpp"
 
 namespace kvlab {
@@ -110,6 +112,24 @@ int between(const HeldBytes& low, const HeldBytes& high, double wanted, int page
   return std::clamp(inside, low.tokens + 1, high.tokens - 1);
 }
 
+// Why the smallest budget holds so much, where the policy evicts at the prompt's end alone; else "".
+std::string what_stays(const CellInput& in) {
+  const PolicySpec& policy = in.policy();
+  const PluginInfo* scorer = policy.scorer ? in.catalog->find(policy.scorer->role, policy.scorer->name) : nullptr;
+  if (!scorer || policy.schedule.every.value_or(create<Scorer>(*scorer, policy.scorer->params)->every()) > 0) return "";
+  const std::string stays = ". It evicts at the prompt's end alone, so tokens of later steps stay";
+  Experiment experiment = *in.experiment;
+  experiment.policies[in.cell->policy].schedule.every = 1;
+  CellInput evicting = in;
+  evicting.experiment = &experiment;
+  try {
+    cell_policy(evicting);
+    return stays + ": with schedule: {every: 1} it evicts in decode steps, too";
+  } catch (const Error&) {
+    return stays;
+  }
+}
+
 }  // namespace
 
 bool seeks_budget(const CellInput& in) {
@@ -162,9 +182,9 @@ std::optional<HeldBytes> equal_budget(const CellInput& in) {
   if (found.tokens == least && found.bytes > wanted * (1 + bytes_apart))
     throw Error(Errc::config,
                 fmt::format("got equal_bytes of {}, wanted at least {}: '{}' holds that with a budget of {}, the "
-                            "smallest that it takes",
+                            "smallest that it takes{}",
                             megabytes(wanted), megabytes(found.bytes), policy->name,
-                            least == 1 ? "1 token" : std::to_string(least) + " tokens"),
+                            least == 1 ? "1 token" : std::to_string(least) + " tokens", what_stays(in)),
                 policy->where);
   return found;
 }

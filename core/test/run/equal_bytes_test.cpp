@@ -144,6 +144,30 @@ TEST_CASE("equal_bytes below what a policy always keeps fail its cell, and not t
   CHECK_THAT(result.summary.error, Contains("got equal_bytes of") && Contains("'random' holds that with a budget of"));
 }
 
+TEST_CASE("equal_bytes of a policy that evicts at the prompt's end alone: the error says why, and what helps") {
+  using Catch::Matchers::Contains;
+  const auto answered_long = [](Cells& cells) {
+    for (Item& item : cells.items.items) item.max_new = 80;
+    return cells.run().summary;
+  };
+  Cells least("{random: {every: 1}}", {Metric::memory});
+  least.tokens(1);
+  const double bytes = answered_long(least).device_bytes_decode;
+  const auto error = [&](const std::string& policy) {
+    Cells cells(policy, {Metric::memory});
+    cells.equal(bytes);
+    return answered_long(cells).error;
+  };
+  const std::string stays =
+      "the smallest that it takes. It evicts at the prompt's end alone, so tokens of later steps stay";
+  const std::string helps = ": with schedule: {every: 1} it evicts in decode steps, too";
+  CHECK_THAT(error("random"), Contains(stays + helps));
+  CHECK_THAT(error("{knorm: {schedule: {every: 0}}}"), Contains(stays + helps));
+  CHECK_THAT(error("{snapkv: {window: 8}}"), Contains(stays) && !Contains("every: 1"));  // it sees the prompt's queries
+  CHECK(error("{random: {schedule: {every: 1}}}").empty());
+  CHECK_THAT(error("{streaming_llm: {sinks: 40}}"), Contains("the smallest that it takes") && !Contains("stay"));
+}
+
 TEST_CASE("equal_bytes that no budget can meet are refused before the run") {
   using Catch::Matchers::Contains;
   const auto refused = [](const std::string& policy, double bytes) -> std::string {
