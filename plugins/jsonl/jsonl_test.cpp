@@ -56,6 +56,23 @@ TEST_CASE("jsonl: LongBench's fields are the defaults") {
   CHECK(u.questions[0].references == std::vector<std::string>{"née"});
 }
 
+TEST_CASE("jsonl: numbers and truth values count as text") {
+  const TaskFixture f("jsonl");
+  f.write("data.jsonl", R"({"context": 12, "input": 7, "answers": [7, 0.5, true]})"
+                        "\n"
+                        R"({"context": false, "input": null, "answers": 8})");
+  const auto task = f.task(with({}));
+  const auto env = f.env(1);
+  REQUIRE(task->samples(env) == 2);
+  const TaskSample first = task->sample(0, env), second = task->sample(1, env);
+  CHECK(env.decode(first.context) == "12\n");
+  CHECK(env.decode(first.questions[0].tokens) == "\n7\n");
+  CHECK(first.questions[0].references == std::vector<std::string>{"7", "0.5", "true"});
+  CHECK(env.decode(second.context) == "false\n");
+  CHECK(env.decode(second.questions[0].tokens) == "\n\n");
+  CHECK(second.questions[0].references == std::vector<std::string>{"8"});
+}
+
 TEST_CASE("jsonl: templates") {
   const TaskFixture f("jsonl");
   f.write("data.jsonl", R"([{"q": "x", "list": ["one", "two"], "n": 3, "flag": true, "deep": {"a": [1]}, "a": "y"}])");
