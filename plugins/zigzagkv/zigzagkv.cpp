@@ -46,21 +46,31 @@ class ZigZagKv final : public kvlab::Budget {
         window_counts_(p.get<bool>("window_counts")) {}
 
   bool uniform_heads() const override { return !each_head_; }
-  int numbers() const override { return 1; }
+  // How many tokens a head needs. With the window's tokens a second number is the need without them: it is 0 where no
+  // score is a share of attention.
+  int numbers() const override { return window_counts_ ? 2 : 1; }
   void measure(const kvlab::LayerKv& kv, kvlab::Scores scores, kvlab::Pins pins, kvlab::View<float, 3> out,
                kvlab::Stream s) override {
-    const kvlab::View<float, 2> counts{out.data, {out.extent[0], out.extent[1]}, {out.stride[0], out.stride[1]}};
-    if (!window_counts_) return kvlab::ops::tokens_of_share(kv.pages, scores, mass_, pins, counts, s);
-    kvlab::ops::tokens_of_share(kv.pages, with_window(kv, scores, pins, s), mass_, {}, counts, s);
+    const auto number = [&](int i) {
+      return kvlab::View<float, 2>{
+          out.data + i * out.stride[2], {out.extent[0], out.extent[1]}, {out.stride[0], out.stride[1]}};
+    };
+    kvlab::ops::tokens_of_share(kv.pages, scores, mass_, pins, number(numbers() - 1), s);
+    if (window_counts_)
+      kvlab::ops::tokens_of_share(kv.pages, with_window(kv, scores, pins, s), mass_, {}, number(0), s);
   }
 
   Counts divide(const kvlab::Division& d) const override {
+    check_scores(d);
     const auto heads = static_cast<std::size_t>(d.kv_heads);
+    std::vector<float> measured;  // [layer][kv_head]
+    for (std::size_t at = 0; at < d.measured.size(); at += static_cast<std::size_t>(numbers()))
+      measured.push_back(d.measured[at]);
     std::vector<double> needs;
     Counts shortest;
-    for (std::size_t at = 0; at < d.measured.size(); at += heads) {
+    for (std::size_t at = 0; at < measured.size(); at += heads) {
       const auto first = static_cast<std::ptrdiff_t>(at), last = first + d.kv_heads;
-      needs.push_back(std::accumulate(d.measured.begin() + first, d.measured.begin() + last, 0.) / d.kv_heads);
+      needs.push_back(std::accumulate(measured.begin() + first, measured.begin() + last, 0.) / d.kv_heads);
       shortest.push_back(*std::min_element(d.length.begin() + first, d.length.begin() + last));
     }
     const double floor = floor_ * d.tokens;
@@ -73,7 +83,7 @@ class ZigZagKv final : public kvlab::Budget {
         continue;
       }
       const auto first = static_cast<std::ptrdiff_t>(l * heads), last = first + d.kv_heads;
-      const std::vector<double> of_heads(d.measured.begin() + first, d.measured.begin() + last);
+      const std::vector<double> of_heads(measured.begin() + first, measured.begin() + last);
       const std::int64_t total = std::int64_t{layers[l]} * d.kv_heads;
       const Counts counts = whole(shares(of_heads, 0, static_cast<double>(total)), total, d.pinned,
                                   Counts(d.length.begin() + first, d.length.begin() + last));
@@ -83,6 +93,19 @@ class ZigZagKv final : public kvlab::Budget {
   }
 
  private:
+  // Where all scores are 0 or below, every layer would get the same, as if there were no split.
+  void check_scores(const kvlab::Division& d) const {
+    const bool binds = d.tokens > d.pinned && std::any_of(d.length.begin(), d.length.end(),
+                                                          [&](std::int32_t length) { return length > d.tokens; });
+    if (!binds || (floor_ == 1 && !each_head_)) return;
+    for (auto i = static_cast<std::size_t>(numbers()) - 1; i < d.measured.size();
+         i += static_cast<std::size_t>(numbers()))
+      if (d.measured[i] > 0) return;
+    throw kvlab::Error(kvlab::Errc::config,
+                       "got a scorer whose scores are all 0 or below with the split zigzagkv, wanted scores that are "
+                       "shares of attention, e.g. of snapkv");
+  }
+
   // The scores, where a pinned token has the head's highest one and a vote of 1 by each query of the window. A head's
   // scores are divided by that number, so that the same number can be pinned in all heads. Shares stay as they are.
   static kvlab::Scores with_window(const kvlab::LayerKv& kv, kvlab::Scores scores, kvlab::Pins pins, kvlab::Stream s) {
@@ -112,7 +135,7 @@ class ZigZagKv final : public kvlab::Budget {
     return all;
   }
 
-  // floor + what each gets of `rest` in proportion to its need; the same for all where nobody needs anything.
+  // floor + what each gets of `rest` in proportion to its need. Heads of a layer that needs nothing get the same.
   static std::vector<double> shares(const std::vector<double>& needs, double floor, double rest) {
     const double sum = std::accumulate(needs.begin(), needs.end(), 0.);
     std::vector<double> out;

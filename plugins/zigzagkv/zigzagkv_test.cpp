@@ -31,7 +31,6 @@ TEST_CASE("zigzagkv: budgets of layers by hand") {
   // Of 148 tokens the last layer has room for 120. Its 28 go to the others, and the third has room for 4.
   CHECK(divided({}, division(100, {10, 20, 30, 40}, 120)) == Counts{64, 96, 120, 120});
   CHECK(divided({{"floor", 1.}}, division(100, {10, 20, 30, 40}, 1000)) == Counts{100, 100, 100, 100});
-  CHECK(divided({}, division(10, {0, 0}, 100)) == Counts{10, 10});
   // 4 / 3 of 7 and 2 / 3 of 7: 9.33 and 4.67, so the last token goes to the second layer.
   CHECK(divided({{"floor", 0.}}, division(7, {2, 1}, 100)) == Counts{9, 5});
   // 20 tokens of the first layer would be below its pins.
@@ -49,6 +48,39 @@ TEST_CASE("zigzagkv: heads of a layer keep the same number, or what each needs")
   const Division d = division(50, {10, 30, 15, 45}, 1000, 2);
   CHECK(divided({}, d) == Counts{42, 42, 58, 58});
   CHECK(divided({{"each_head", true}}, d) == Counts{21, 63, 29, 87});
+  CHECK(divided({{"each_head", true}}, division(10, {0, 0, 5, 5}, 100, 2)) == Counts{2, 2, 18, 18});
+}
+
+TEST_CASE("zigzagkv refuses scores that are no shares of attention where the budget binds") {
+  const auto refusal = Catch::Contains(
+      "got a scorer whose scores are all 0 or below with the split zigzagkv, wanted scores that are shares of "
+      "attention, e.g. of snapkv");
+  const Settings window{{"window_counts", true}}, uniform{{"floor", 1.}};
+  CHECK_THROWS_WITH(divided({}, division(10, {0, 0}, 11)), refusal);
+  CHECK(divided({}, division(10, {0, 0}, 10)) == Counts{10, 10});
+  CHECK(divided({}, division(10, {0, 1}, 100)) == Counts{2, 18});
+  CHECK(divided(uniform, division(10, {0, 0}, 100)) == Counts{10, 10});
+  CHECK_THROWS_WITH(divided({{"floor", 1.}, {"each_head", true}}, division(10, {0, 0}, 100)), refusal);
+  // Of two numbers the second is the need without the window.
+  Division two = division(10, {3, 0, 3, 0}, 100);
+  two.layers = 2, two.length = {100, 100};
+  CHECK_THROWS_WITH(divided(window, two), refusal);
+  two.measured = {1, 2, 3, 2};
+  CHECK(divided(window, two) == Counts{6, 14});
+  // Where pins fill the budget there is nothing to divide.
+  Division pinned = division(10, {0, 0}, 100);
+  pinned.pinned = 10;
+  CHECK(divided({}, pinned) == Counts{10, 10});
+
+  for (const bool window_counts : {false, true}) {
+    CAPTURE(window_counts);
+    const OnText::Split split{"zigzagkv", {{"window_counts", window_counts}}};
+    OnText run(Role::scorer, "knorm", {}, 40, 154, 16, OnText::MakeProfile(), split);
+    CHECK_THROWS_WITH(run.prefill(150), refusal);
+    OnText short_prompt(Role::scorer, "knorm", {}, 40, 154, 16, OnText::MakeProfile(), split);
+    short_prompt.prefill(40);
+    CHECK(short_prompt.kept(1, 0).size() == 40);
+  }
 }
 
 // Shares .5, .3, .15 and .05 of two queries before a window of two. The window's tokens have .5 + 1 of a mean of 1.
@@ -66,11 +98,12 @@ TEST_CASE("zigzagkv: the need of the card's shares by hand, with the window and 
   const auto need = [&](double mass, bool window_counts, int first = 0) {
     static Registry registry;
     const PluginInfo& info = registry.require(Role::budget, "zigzagkv");
-    float out = -1;
+    float out[] = {-1, -1};
     create<Budget>(info, resolve(info, {{"mass", mass}, {"window_counts", window_counts}}))
         ->measure(kv, Scores::dense(votes.data(), {1, 1, 6}), {.first = first, .last = 2},
-                  View<float, 3>::dense(&out, {1, 1, 1}), Stream::cpu());
-    return out;
+                  View<float, 3>::dense(out, {1, 1, 2}), Stream::cpu());
+    if (window_counts) CHECK((out[1] > 0) == (votes[0] > 0));
+    return out[0];
   };
   CHECK(need(.9, false) == 3);
   CHECK(need(.9, true) == 4);   // 3 + .5 + .3 of 4 reach 3.6
