@@ -25,6 +25,7 @@ struct RecordedTrace {
   std::vector<Question> questions;  // ascending (sample, question)
   std::vector<int> layers;          // with lists, ascending
   int heads = 0, pages = 0;
+  int model_layers = 0, page_size = 0;  // of the recorded cell; 0 = its file does not say
   std::vector<std::int64_t> begin;
   std::vector<std::int32_t> page;
 };

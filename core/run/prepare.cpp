@@ -109,6 +109,11 @@ void Preparation::read_recorded_trace() {
   placed(e_.inject.where, [&] {
     inputs_.push_back(e_.resolve(e_.inject.trace).string());
     p_.recorded = std::make_shared<RecordedTrace>(read_recorded(inputs_.back(), e_.inject.cell));
+    for (const Cell& c : p_.cells)
+      if (const PolicySpec& policy = e_.policies[c.policy]; e_.inject.used(policy))
+        if (const std::string text = other_shape(*p_.recorded, p_.models[c.model]->config, policy.page_size);
+            !text.empty())
+          log::warn(e_.inject.where + ": " + text);
   });
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
 
@@ -37,6 +38,11 @@ results::CellResult find_cell(const std::string& file, const std::string& id) {
   return found;
 }
 
+int page_size_of(const results::SummaryRow& row) {
+  const auto params = nlohmann::json::parse(row.params, nullptr, false);
+  return params.is_object() ? params.value("page_size", 0) : 0;
+}
+
 }  // namespace
 
 RecordedTrace read_recorded(const std::string& file, const std::string& id) {
@@ -54,6 +60,8 @@ RecordedTrace read_recorded(const std::string& file, const std::string& id) {
   RecordedTrace out;
   out.layers.assign(layers.begin(), layers.end());
   out.heads = static_cast<int>(heads.size());
+  out.model_layers = static_cast<int>(trace.layers);
+  out.page_size = page_size_of(cell.summary);
   const bool told = !cell.samples.empty() && cell.samples.front().task_sample >= 0;  // older files do not tell
   const auto known = told ? static_cast<int>(cell.samples.size()) : 0;
   constexpr int most_samples = 10'000'000;
@@ -125,6 +133,22 @@ std::vector<std::int32_t> follow(const RecordedTrace& recorded, const std::vecto
     out.push_back(own->second);
   }
   return out;
+}
+
+std::string other_shape(const RecordedTrace& recorded, const ModelConfig& model, int page_size) {
+  std::vector<std::string> there, here;
+  const auto compare = [&](const std::string& before, const std::string& after, int got, int wanted) {
+    if (got == 0 || got == wanted) return;
+    there.push_back(before + std::to_string(got) + after);
+    here.push_back(before + std::to_string(wanted) + after);
+  };
+  compare("", " layers", recorded.model_layers, model.layers);
+  compare("", " KV heads", recorded.heads, model.kv_heads);
+  compare("pages of ", " tokens", recorded.page_size, page_size);
+  if (there.empty()) return "";
+  return "got a trace of " + join(there) + " with inject, wanted the run's " + join(here) +
+         ": layers and KV heads follow recorded ones by their number, modulo the recorded count, and page numbers are "
+         "scaled";
 }
 
 }  // namespace kvlab

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "compose/injection.hpp"
+#include "model/config.hpp"
 #include "run/items.hpp"
 
 namespace kvlab {
@@ -16,5 +17,9 @@ RecordedTrace read_recorded(const std::string& file, const std::string& cell);
 // question, or turn, of the same number in the same sample. Samples start again where fewer were recorded. Throws
 // Errc::config where the trace has no such question.
 std::vector<std::int32_t> follow(const RecordedTrace& recorded, const std::vector<Item>& items);
+
+// A warning where the recorded cell had other numbers of layers or KV heads, or another page size; "" = nothing
+// differs.
+std::string other_shape(const RecordedTrace& recorded, const ModelConfig& model, int page_size);
 
 }  // namespace kvlab

@@ -8,8 +8,11 @@
 #include <filesystem>
 #include <map>
 
+#include "base/log.hpp"
+#include "experiment/experiment.hpp"
 #include "run/answer.hpp"
 #include "run/cell.hpp"
+#include "run/prepare.hpp"
 #include "run/recorded.hpp"
 #include "support/cell_fixture.hpp"
 #include "support/drifting.hpp"
@@ -655,6 +658,49 @@ TEST_CASE("a traced file says which layers and pages its lists are of") {
   CHECK(cells.recorded->pages <= cells.room());
   cell.trace.events.front().sample = -1;
   CHECK_THROWS_AS(cells.follow(cell), Error);
+}
+
+TEST_CASE("a trace of another shape or page size is followed with a warning, before the run") {
+  const std::string file = temporary("kvlab-of-another-shape");
+  const Removed removed{file};
+  Cells cells;
+  cells.cell.params = R"({"quest": {}, "page_size": 4})";
+  write(file, cells.run());
+  const RecordedTrace recorded = read_recorded(file, "");
+  const ModelConfig& config = cells.model->config;
+  CHECK(recorded.model_layers == config.layers);
+  CHECK(recorded.page_size == page_size);
+  ModelConfig larger = config;
+  larger.layers = 40, larger.kv_heads = 10;
+  CHECK(other_shape(recorded, config, page_size) == "");
+  CHECK(other_shape(recorded, larger, 16) ==
+        "got a trace of " + std::to_string(config.layers) + " layers, " + std::to_string(config.kv_heads) +
+            " KV heads, pages of 4 tokens with inject, wanted the run's 40 layers, 10 KV heads, pages of 16 tokens: "
+            "layers and KV heads follow recorded ones by their number, modulo the recorded count, and page numbers are "
+            "scaled");
+  RecordedTrace untold = recorded;  // of an earlier file
+  untold.model_layers = untold.page_size = 0;
+  larger.kv_heads = config.kv_heads;
+  CHECK(other_shape(untold, larger, 16) == "");
+
+  const auto warnings = [&](const std::string& policy, int pages_of) {
+    const std::string text = "experiment: e\nmodel: {path: " + test::golden("tiny/llama-gqa3").string() +
+                             ", dtype: f32}\ntasks:\n  - text: {prefix: 60, forced: 4, samples: 1}\npolicies:\n  - " +
+                             policy + "\npage_size: " + std::to_string(pages_of) + "\ninject: {trace: " + file +
+                             "}\noutput: " + file + ".none\n";
+    const log::Collected all;
+    static_cast<void>(
+        prepare(read_experiment(yaml::parse_text(text, "exp.yaml"), test::built_catalog()), test::built_catalog()));
+    return all.warnings();
+  };
+  const std::string quest = "quest: {dense_layers: 0, budget: {tokens: 40}}";
+  CHECK(warnings(quest, 4).empty());
+  // A scorer follows no lists.
+  CHECK(warnings(quest + "\n  - snapkv: {window: 8, page_size: 8, budget: {tokens: 40}}", 4).empty());
+  REQUIRE(warnings(quest, 8).size() == 1);
+  CHECK_THAT(warnings(quest, 8).front(), Catch::StartsWith("exp.yaml:") &&
+                                             Catch::Contains("got a trace of pages of 4 tokens with inject, wanted the "
+                                                             "run's pages of 8 tokens"));
 }
 
 TEST_CASE("a file without lists of pages is refused") {
