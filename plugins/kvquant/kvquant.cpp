@@ -21,13 +21,14 @@ class KvQuant final : public kvlab::Policy {
         q_norm_(p.get<bool>("q_norm") && bits_ == 2),
         outliers_(p.get<bool>("outliers")),
         nonuniform_(p.get<bool>("nonuniform")),
+        generated_(p.get<bool>("generated")),
         calibrated_(p.get<bool>("calibration")) {
     if (share_ >= 1)
       throw kvlab::Error(kvlab::Errc::config, "got outlier_share 1, wanted less: nothing would be coded");
   }
 
   kvlab::Needs needs() const override {
-    return kvlab::Needs{}.profile(calibrated_).own_amount(true).functional(true).capturable(true);
+    return kvlab::Needs{}.profile(calibrated_).own_amount(true).functional(true).capturable(!generated_);
   }
 
   void load_profile(const kvlab::Profile& profile) override {
@@ -90,28 +91,10 @@ class KvQuant final : public kvlab::Policy {
   }
 
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
-    if (!kv.last[0]) return;
-    using kvlab::ops::RopeTurn;
-    const Layer& layer = layers_[static_cast<std::size_t>(kv.layer)];
-    const auto done = done_.of_row(kv);
-    kvlab::Coding how{layer.books[0], outliers_, {done, dense_}};
-    const auto rows = [&](const char* tag) {
-      return kv.scratch<float>(tag, {kv.rows(), kv.kv_heads(), kv.max_length, kv.pages.head_dim});
-    };
-    const auto keys = rows("keys"), values = rows("values");
-    kvlab::ops::read_rows(kv.keys, keys, s);
-    kvlab::ops::turn_rows(kv.pages, RopeTurn::off, keys, s, how.range);
-    if (calibrated_)
-      kvlab::ops::code_channels(kv.pages, layer.lower, layer.upper, how, keys, s);
-    else
-      kvlab::ops::code_tokens(kv.pages, share_, how, keys, s);
-    kvlab::ops::turn_rows(kv.pages, RopeTurn::on, keys, s, how.range);
-    edits.rewrite(KvSide::key, keys);
-    how.book = layer.books[1];
-    kvlab::ops::read_rows(kv.values, values, s);
-    kvlab::ops::code_tokens(kv.pages, share_, how, values, s);
-    edits.rewrite(KvSide::value, values);
-    kvlab::ops::lengths(kv.pages, done, s);
+    if (kv.last[0]) code(kv, edits, s);
+  }
+  void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (generated_) code(step, edits, s);
   }
 
  private:
@@ -120,15 +103,49 @@ class KvQuant final : public kvlab::Policy {
     kvlab::Codebook books[2];                  // of keys and of values
   };
 
+  // Of each row the tokens that came since the last call.
+  void code(const kvlab::LayerKv& kv, kvlab::Edits& edits, kvlab::Stream s) {
+    using kvlab::ops::RopeTurn;
+    const Layer& layer = layers_[static_cast<std::size_t>(kv.layer)];
+    const auto rows = [&](const char* tag) {
+      return kv.scratch<float>(tag, {kv.rows(), kv.kv_heads(), kv.max_length, kv.pages.head_dim});
+    };
+    const auto keys = rows("keys"), values = rows("values");
+    const auto of_row = [](auto all, std::int64_t row) {
+      all.data += row * all.stride[0], all.extent[0] = 1;
+      return all;
+    };
+    kvlab::PagedKv one = kv.pages;
+    one.rows = 1;
+    for (std::int64_t row = 0; row < kv.rows(); ++row, ++one.slots) {
+      const auto key = of_row(keys, row), value = of_row(values, row);
+      const auto done = of_row(done_.of(kv), kv.slots[row]);
+      kvlab::Coding how{layer.books[0], outliers_, {done, dense_}};
+      kvlab::ops::read_rows({&one, KvSide::key}, key, s);
+      kvlab::ops::turn_rows(one, RopeTurn::off, key, s, how.range);
+      if (calibrated_)
+        kvlab::ops::code_channels(one, layer.lower, layer.upper, how, key, s);
+      else
+        kvlab::ops::code_tokens(one, share_, how, key, s);
+      kvlab::ops::turn_rows(one, RopeTurn::on, key, s, how.range);
+      how.book = layer.books[1];
+      kvlab::ops::read_rows({&one, KvSide::value}, value, s);
+      kvlab::ops::code_tokens(one, share_, how, value, s);
+      kvlab::ops::lengths(one, done, s);
+    }
+    edits.rewrite(KvSide::key, keys);
+    edits.rewrite(KvSide::value, values);
+  }
+
   [[noreturn]] static void refuse(const std::string& what) { throw kvlab::Error(kvlab::Errc::data, what); }
 
   int bits_;
   double share_;
   int dense_;
-  bool q_norm_, outliers_, nonuniform_, calibrated_;
+  bool q_norm_, outliers_, nonuniform_, generated_, calibrated_;
   std::vector<float> lower_, upper_, books_[2];  // of the profile
   std::vector<Layer> layers_;
-  kvlab::KeptOfHeads<std::int32_t> done_;  // tokens that the sequence's former prompts left
+  kvlab::KeptOfHeads<std::int32_t> done_;  // tokens that are coded, or stay for good
 };
 
 }  // namespace
@@ -143,6 +160,9 @@ KVLAB_PLUGIN(
                "exact, below 1; that of the profile")
         .param("dense_tokens", 0, 0, kvlab::any, "first tokens that stay as they are")
         .param("q_norm", true, "of 2 bits: rounded numbers have the mean and the spread of the calibration")
+        .param("generated", false,
+               "tokens of decode steps are coded too, behind their step's attention, as in the paper; each step then "
+               "reads and writes the whole cache")
         .component("outliers", "some numbers stay exact; off = thresholds are the least and greatest number")
         .component("nonuniform", "entries fitted to the model; off = uniform ones")
         .component("calibration",

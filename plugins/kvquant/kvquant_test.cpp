@@ -204,6 +204,35 @@ TEST_CASE("kvquant stores of real text what a plain implementation stores") {
     }
 }
 
+TEST_CASE("kvquant: each step codes its token, and leaves the rest alone") {
+  constexpr int second = 40, all = prompt + steps + second;
+  const auto how = GENERATE(Setting{}, Setting{.bits = 2, .dense = prompt + 1}, Setting{.calibration = false});
+  CAPTURE(how.bits, how.calibration, how.dense);
+  ParamMap params = how.params();
+  params["generated"] = true;
+  const OnText::MakeProfile make = how.calibration ? OnText::MakeProfile(calibrated) : OnText::MakeProfile();
+  OnText run = run_with(params, make, all), twin = run_with(params, make, all);
+  run.prefill(prompt), twin.prefill(prompt);
+  for (int i = 0; i < steps; ++i) run.step();
+  twin.step();
+  compare(run, how, how.dense, prompt + steps);
+  const auto same = [&](const OnText& before, std::size_t tokens) {
+    for (int layer = 0; layer < run.config().layers; ++layer)
+      for (int head = 0; head < run.config().kv_heads; ++head)
+        for (const KvSide side : {KvSide::key, KvSide::value}) {
+          CAPTURE(layer, head);
+          auto now = run.stored(side, layer, head), then = before.stored(side, layer, head);
+          now.resize(tokens), then.resize(tokens);
+          CHECK(now == then);
+        }
+  };
+  same(twin, prompt + 1);
+  for (int i = 1; i < steps; ++i) twin.step();
+  run.prefill(second);  // a later prompt's end does not code them again
+  same(twin, prompt + steps);
+  compare(run, how, std::max<std::size_t>(prompt + steps, how.dense), all);
+}
+
 TEST_CASE("kvquant: a second prompt's end codes what came since the first one's, and leaves the rest alone") {
   constexpr int second = 40, all = prompt + steps + second;
   const Setting how{.dense = static_cast<std::size_t>(GENERATE(0, 130))};

@@ -277,6 +277,7 @@ class Subjects {
     std::vector<std::pair<const std::string, ParamValue>> ways;
     for (const auto& [name, value] :
          std::vector<std::pair<const std::string, ParamValue>>{{"fresh_noise", false},
+                                                               {"generated", true},
                                                                {"group", std::string("min")},
                                                                {"mean_value_of_groups", true},
                                                                {"score_by", std::string("exp")},
