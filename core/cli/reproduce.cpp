@@ -102,6 +102,15 @@ class Reproduction {
       e.output = is_profile(runs_.back()) ? above_experiments / e.output : file_of(runs_.back());
       if (!is_profile(runs_.back()) && !o_.report) check_spread(o_.run.spread, e);
     }
+    // Such a call would end without a table after all its work.
+    const auto profile_run = [](const Run& run) { return is_profile(run); };
+    if (o_.small && results::parse_format(o_.format) == results::Format::csv &&
+        std::all_of(runs_.begin(), runs_.end(), profile_run))
+      throw Error(Errc::config,
+                  fmt::format("got --format csv for {} --small, which makes profiles, wanted table, md or latex: their "
+                              "arrays are in the files",
+                              chosen.name()),
+                  where);
     // Published rows of other models would stand beside the one of --model.
     if (models.size() > 1 && !o_.run.worker)
       log::warn(fmt::format("--model takes the place of {}: compare the rows of its own model alone",
@@ -230,6 +239,13 @@ class Reproduction {
   std::string small_tables(results::Format format) const {
     std::vector<std::string> files, profiles;
     for (const Run& run : runs_) (is_profile(run) ? profiles : files).push_back(run.loaded->experiment.output.string());
+    for (const std::string& file : files.empty() ? profiles : files)
+      if (!results::is_there(file))
+        throw Error(Errc::io,
+                    fmt::format("got no such file, wanted what `kvlab reproduce {} --small` leaves there without "
+                                "--report",
+                                chosen_.name()),
+                    file);
     if (!files.empty()) return results::report(files, {format, {}, takes_colour(STDOUT_FILENO)});
     if (profiles.size() == 1) return results::profile_report(results::read_profile(profiles.front()), format);
     return results::head_overlap(profiles, format);

@@ -211,6 +211,24 @@ class OwnTree {
 
 }  // namespace
 
+TEST_CASE("reproduce --small --report names the call that leaves what it lacks, and profiles are no csv") {
+  const test::Folder folder;
+  const auto fails = [&](const std::string& item, std::vector<std::string> more, const std::string& message) {
+    std::vector<std::string> words{"reproduce", item, "--small", "-o", folder / "out"};
+    words.insert(words.end(), more.begin(), more.end());
+    const Ended ended = run_kvlab(words);
+    CHECK(ended.code == 2);
+    CHECK_THAT(ended.said, Contains(message));
+  };
+  for (const auto& [item, file] : {std::pair{"leankv/table2", "leankv-quality_small.h5"},
+                                   {"flexicache/figure1", "flexicache-small_lists.h5"},
+                                   {"flexicache/table4", "flexicache-small_facts.h5"}})
+    fails(item, {"--report"},
+          file + std::string(": got no such file, wanted what `kvlab reproduce ") + item + " --small` leaves there");
+  fails("flexicache/figure1", {"--format", "csv"}, "got --format csv for flexicache/figure1 --small");
+  CHECK_FALSE(std::filesystem::exists(folder / "out"));
+}
+
 TEST_CASE("reproduce --jobs 2: processes make the profiles that an item needs, then workers run its cells") {
   const OwnTree tree;
   const Ended ran = tree.reproduce({"--jobs", "2", "-v", "--log", tree.log()});
