@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <system_error>
 
 #include "base/backend.hpp"
@@ -323,6 +324,14 @@ void CommandLine::add_reproduce() {
   add_plugin_path(command);
 }
 
+// Its rows would stand beside themselves as another run's.
+void refuse_twice(const std::vector<std::string>& files) {
+  std::set<std::filesystem::path> seen;
+  for (const std::string& file : files)
+    if (!seen.insert(std::filesystem::weakly_canonical(file)).second)
+      throw Error(Errc::config, "got this file twice, wanted each file once", file);
+}
+
 std::string CommandLine::report_text() const {
   const results::Format format = results::parse_format(format_);
   const std::string& file = files_.front();
@@ -423,6 +432,7 @@ void CommandLine::add_rest() {
           "kvlab report one.h5 other.h5            the share of one profile's heads that the other has too\n"
           "kvlab report results/*.h5 --html page/  one HTML page with figures; needs Python",
           [this] {
+            refuse_twice(files_);
             if (report_html_->count()) return html_report(files_, html_);
             fmt::print("{}", report_text());
             return 0;

@@ -380,6 +380,9 @@ std::vector<ReportTable> against(const std::string& own, const std::string& othe
     for (const Group& group : block.groups) names.insert(full_name(group, block));
     const Group *a = named(own, block), *b = named(other, block);
     if (!a || !b) continue;
+    if (a == b)
+      throw Error(Errc::config, fmt::format("got the row '{}' twice, wanted two rows", full_name(*a, block)),
+                  "--compare");
     std::deque<Answers> answers;
     Comparison comparison(notes, answers);
     const Answers* reference = comparison.keep(answers_of(*b, samples));
