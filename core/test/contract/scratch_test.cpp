@@ -12,7 +12,7 @@ namespace {
 // prompt lets a method keep all tokens of half the heads.
 const int most_tokens = quick() ? 512 : 1024, steps = 3, limit = most_tokens * 5 / 8;
 
-// Every scorer with every split, and what else the suite runs.
+// Every scorer with every split that takes its scores, and what else the suite runs.
 std::vector<PolicySpec> specs() {
   std::vector<PolicySpec> all, scorers, splits;
   for (const Subject& s : about_all()) {
@@ -32,6 +32,7 @@ std::vector<PolicySpec> specs() {
       all.back().split = split.split;
       if (all.back().profile.empty()) all.back().profile = split.profile;
       all.back().name += "+" + split.split->name;
+      if (!subjects().refused_scores(all.back()).empty()) all.pop_back();
     }
   }
   return all;

@@ -202,6 +202,9 @@ class Subjects {
   bool go_together(const PolicySpec& scored, const PolicySpec& divided) {
     return !scorer(scored)->needs().uniform_heads() || split(divided)->uniform_heads();
   }
+  // Why the split refuses the scorer's scores; "" = it takes them. A division over layers sees them first at a prompt's
+  // end.
+  std::string refused_scores(const PolicySpec& spec);
   // Whether core runs it with placement on the host. An oracle reads all pages in each step.
   bool on_either_tier(PolicySpec spec) {
     spec.placement = {};
@@ -315,6 +318,10 @@ class Subjects {
       skipped_.push_back(label + ": refused, " + e.what());
       return;
     }
+    if (const std::string why = refused_scores(s.spec); !why.empty()) {
+      skipped_.push_back(label + ": refused, " + why);
+      return;
+    }
     const Needs needs = made->needs();
     const auto& devices = needs.devices();
     s.dtypes = needs.dtypes();
@@ -408,6 +415,24 @@ inline std::vector<int> test_text(int tokens, int vocab, unsigned seed = 1) {
                                           : static_cast<int>((x >> 8) % static_cast<unsigned>(vocab)));
   }
   return out;
+}
+
+inline std::string Subjects::refused_scores(const PolicySpec& spec) {
+  if (!spec.scorer || !spec.split || split(spec)->numbers() == 0) return {};
+  const auto model = tiny_model("llama-gqa3");
+  EngineOptions o;
+  o.device = contract_device();
+  o.page_size = spec.page_size, o.max_tokens = 192;
+  o.budget = {BudgetAmount::tokens, 48};
+  o.recorded = made_up_future();
+  Engine engine(model, policy(spec, *model), o);
+  const std::int32_t slot = engine.open();
+  try {
+    for (const int prompt : {70, 30}) engine.prefill(slot, test_text(prompt, model->config.vocab), true, {});
+  } catch (const Error& e) {  // other errors are the test cases'
+    if (e.code() == Errc::config) return e.what();
+  }
+  return {};
 }
 
 using Logits = std::vector<std::vector<float>>;       // after the prompt and after every step
