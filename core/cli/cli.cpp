@@ -432,8 +432,8 @@ void CommandLine::add_rest() {
           "kvlab report one.h5 other.h5            the share of one profile's heads that the other has too\n"
           "kvlab report results/*.h5 --html page/  one HTML page with figures; needs Python",
           [this] {
-            refuse_twice(files_);
             if (report_html_->count()) return html_report(files_, html_);
+            refuse_twice(files_);
             fmt::print("{}", report_text());
             return 0;
           });

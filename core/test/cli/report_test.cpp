@@ -54,14 +54,11 @@ TEST_CASE("a report takes each file once, and compares two rows") {
   const std::string file = dir / "one.h5";
   write_file(file, "everything");
   write_file(file, "some");
-  for (const char* other : {"one.h5", "./one.h5"})
-    for (const std::vector<std::string>& more : std::vector<std::vector<std::string>>{{}, {"--html", dir / "page"}}) {
-      std::vector<std::string> words{"report", file, dir / other};
-      words.insert(words.end(), more.begin(), more.end());
-      const auto ended = test::run_kvlab(words);
-      CHECK(ended.code == 2);
-      CHECK_THAT(ended.said, Contains("one.h5: got this file twice, wanted each file once"));
-    }
+  for (const char* other : {"one.h5", "./one.h5"}) {
+    const auto ended = test::run_kvlab({"report", file, dir / other});
+    CHECK(ended.code == 2);
+    CHECK_THAT(ended.said, Contains("one.h5: got this file twice, wanted each file once"));
+  }
   const auto compared = test::run_kvlab({"report", file, "--compare", "some", "some"});
   CHECK(compared.code == 2);
   CHECK_THAT(compared.said, Contains("got the row 'some' twice, wanted two rows"));
