@@ -80,7 +80,7 @@ double limit_of(const Subject& s) {
     for (const CodecSide side : {codec.k, codec.v})
       if (side.bits) most = std::max(most, side.bits == 8 ? 0.1 : side.bits == 4 ? 0.2 : 0.6);
   // Their pages have no codec of core's. kvquant's numbers are entries of 3 bits.
-  if (s.label == "kvquant") most = 0.4;
+  if (s.label.starts_with("kvquant")) most = 0.4;
   if (s.label.ends_with("+kivi4") || s.label.ends_with("+atom_clip")) most = 0.2;
   if (s.label.ends_with("+kivi2")) most = 0.6;
   return most;
