@@ -93,7 +93,7 @@ class ZigZagKv final : public kvlab::Budget {
   }
 
  private:
-  // Where all scores are 0 or below, every layer would get the same, as if there were no split.
+  // Every layer would get the same where all scores are 0 or below, as if there were no split.
   void check_scores(const kvlab::Division& d) const {
     const bool binds = d.tokens > d.pinned && std::any_of(d.length.begin(), d.length.end(),
                                                           [&](std::int32_t length) { return length > d.tokens; });
