@@ -169,6 +169,13 @@ Fit with_frames(Store& store, const Policy& policy, const Body& body) {
   }
 }
 
+// What a policy does in a step counts as `select`. Ops and the store count some of it otherwise.
+template <class Callback>
+void in_step(const Callback& callback) {
+  const PartTimer timer(Part::select);
+  callback();
+}
+
 }  // namespace
 
 NonFiniteStep::NonFiniteStep(std::vector<Row> rows)
@@ -494,10 +501,7 @@ Fit Engine::finish_step(const std::vector<std::int32_t>& slots, int room) {
     step.max_length = room;
   }
   Edits edits;
-  {
-    const PartTimer timer(Part::select);
-    policy_->finish_step(step, edits, stream_);
-  }
+  in_step([&] { policy_->finish_step(step, edits, stream_); });
   check_reads("finish_step", edits);
   check_step("finish_step", edits);
   return apply_after("finish_step", edits.all(), slots);
@@ -712,10 +716,7 @@ Selection Engine::select(const DecodeLayer& l, Fit& fit) {
   Edits edits(l.layer);
   LayerStep step = layer_step(l);
   step.final_list = store_->final_list();
-  {
-    const PartTimer timer(Part::select);
-    policy_->select(step, edits, stream_);
-  }
+  in_step([&] { policy_->select(step, edits, stream_); });
   check_step("select", edits);
   Selection read;
   std::vector<Edit> before, after;
@@ -813,10 +814,7 @@ Fit Engine::attended(const DecodeLayer& l) {
 Fit Engine::observe(const DecodeLayer& l) {
   if (!needs_.observe_beside()) {
     Edits edits(l.layer);
-    {
-      const PartTimer timer(Part::select);
-      policy_->observe(layer_step(l), edits, stream_);
-    }
+    in_step([&] { policy_->observe(layer_step(l), edits, stream_); });
     check_reads("observe", edits);
     if (needs_.capturable()) check_step("observe", edits);
     return apply_after("observe", edits.all(), *l.slots, true);
@@ -867,10 +865,7 @@ Fit Engine::observe_late(bool beside) {
       if (const Fit fit = carry_out(); fit != Fit::ok) return fit;
     const std::size_t before = scratch.left();
     step.mass = {}, step.output = {};
-    {
-      const PartTimer timer(Part::select);
-      policy_->observe(step, edits.emplace_back(l.layer), s);
-    }
+    in_step([&] { policy_->observe(step, edits.emplace_back(l.layer), s); });
     check_reads("observe", edits.back());
     check_late(edits.back());
     ops::forget_put_off_scores();
