@@ -1,28 +1,33 @@
 #include "engine/foresight.hpp"
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
 
 namespace kvlab {
 
-// The recorded numbers lie in host memory, by text position, and the callback's tokens lie in the order of their
-// places.
+// The recorded numbers lie in host memory, by text position. The store puts them in the order of its places, since
+// nobody else knows that order without a wait for the GPU in each layer.
 View<const float, 3> Foresight::of(const LayerKv& kv) const {
-  const std::int64_t extent[] = {kv.rows(), kv.kv_heads(), kv.max_length};
-  std::vector<float> all(static_cast<std::size_t>(extent[0] * extent[1] * extent[2]));
-  float* out = all.data();
-  for (int row = 0; row < kv.rows(); ++row) {
-    const int slot = kv.slots[row];
+  const int rows = kv.rows(), heads = kv.kv_heads(), text = 1 + *std::max_element(kv.position, kv.position + rows);
+  std::vector<float> all(static_cast<std::size_t>(rows) * static_cast<std::size_t>(heads * text));
+  float* to = all.data();
+  for (int row = 0; row < rows; ++row) {
+    const std::uint32_t question = questions_[static_cast<std::size_t>(kv.slots[row])];
     const bool prompt = static_cast<bool>(kv.chunk_queries);
-    const int next = prompt ? 0 : kv.step[row] + 1;
-    for (int head = 0; head < kv.kv_heads(); ++head, out += kv.max_length) {
+    for (int head = 0; head < heads; ++head, to += text) {
       const std::span<const float> mass =
-          recorded_.from(questions_[static_cast<std::size_t>(slot)], prompt, next, kv.layer, head);
-      const std::vector<std::int32_t> positions = store_.positions_by_place(kv.layer, slot, head);
-      for (std::size_t t = 0; t < positions.size(); ++t)
-        if (const auto p = static_cast<std::size_t>(positions[t]); p < mass.size()) out[t] = mass[p];
+          recorded_.from(question, prompt, prompt ? 0 : kv.step[row] + 1, kv.layer, head);
+      std::copy_n(mass.begin(), std::min(mass.size(), static_cast<std::size_t>(text)), to);
     }
   }
-  return upload(*kv.workspace, "future mass", all.data(), {extent[0], extent[1], extent[2]});
+  const View<const float, 3> by_position =
+      upload(*kv.workspace, "future mass of the text", all.data(), {rows, heads, text});
+  const View<float, 3> out = kv.scratch<float>("future mass", {rows, heads, kv.max_length});
+  store_.by_place(kv.layer, {kv.slots, static_cast<std::size_t>(rows)}, by_position, out);
+  return out;
 }
 
 }  // namespace kvlab

@@ -270,6 +270,19 @@ std::vector<std::int32_t> CpuStore::positions_by_place(int layer, int slot, int 
   return out;
 }
 
+void CpuStore::by_place(int layer, std::span<const std::int32_t> slots, View<const float, 3> of,
+                        View<float, 3> out) const {
+  for (std::int64_t row = 0; row < out.extent[0]; ++row)
+    for (std::int64_t head = 0; head < out.extent[1]; ++head) {
+      const std::vector<std::int32_t> positions =
+          positions_by_place(layer, slots[static_cast<std::size_t>(row)], static_cast<int>(head));
+      for (std::int64_t t = 0; t < out.extent[2]; ++t) {
+        const std::int64_t p = t < std::ssize(positions) ? positions[static_cast<std::size_t>(t)] : of.extent[2];
+        out(row, head, t) = p < of.extent[2] ? of(row, head, p) : 0;
+      }
+    }
+}
+
 void CpuStore::check_invariants() const {
   const Shape& s = options_.shape;
   auto fail = [](const std::string& what) { throw Error(Errc::internal, "store: " + what); };

@@ -37,6 +37,8 @@ class CpuStore final : public Store {
   Aside set_aside(int slot) const override;
   Fit bring_back(int slot, const Aside& cache) override;
   std::vector<std::int32_t> positions_by_place(int layer, int slot, int head) const override;
+  void by_place(int layer, std::span<const std::int32_t> slots, View<const float, 3> of,
+                View<float, 3> out) const override;
   Ledger& ledger() override { return ledger_; }
   const Ledger& ledger() const override { return ledger_; }
   std::int64_t page_bytes(Tier tier) const override { return arena(tier).held(); }

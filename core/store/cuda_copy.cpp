@@ -291,6 +291,13 @@ std::vector<std::int32_t> CudaStore::positions_by_place(int index, int slot, int
   return out;
 }
 
+void CudaStore::by_place(int index, std::span<const std::int32_t> slots, View<const float, 3> of,
+                         View<float, 3> out) const {
+  all_reloaded();
+  for (std::size_t row = 0; row < slots.size(); ++row)
+    only_on_cuda<cuda_store::by_place>(layer(index), slots[row], of, out, static_cast<std::int64_t>(row), stream_);
+}
+
 void CudaStore::check_invariants() const {
   const Shape& s = options_.shape;
   const auto fail = [](const std::string& what) { throw Error(Errc::internal, "store: " + what); };

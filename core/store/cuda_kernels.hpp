@@ -312,6 +312,9 @@ void pack(const CudaStorePacking* jobs, int count, std::byte* device, std::byte*
 void clear(const CudaStoreLayer& first, int layers, int slot, Stream stream);  // empties a slot of every layer
 // Writes the text positions of a head's first `tokens` places to out [tokens], whatever tier their pages are on.
 void positions(const CudaStoreLayer& s, int slot, int head, int tokens, std::int32_t* out, Stream stream);
+// One row of Store::by_place.
+void by_place(const CudaStoreLayer& s, int slot, View<const float, 3> of, View<float, 3> out, std::int64_t row,
+              Stream stream);
 
 }  // namespace cuda_store
 

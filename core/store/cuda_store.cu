@@ -368,14 +368,26 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-__global__ void positions_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int head, int tokens,
-                                 std::int32_t* out) {
-  const int t = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), p = s.layout.page_size;
-  if (t >= tokens) return;
-  const Head h = head_of(s, slot, head);
+__device__ std::int32_t position_at(const CudaStoreLayer& s, const Head& h, int t) {
+  const int p = s.layout.page_size;
   const std::byte* page = page_at(s, h, t / p);
   const PageEntry &upper = h.table[0][t / p], &e = upper.frame >= 0 ? upper : h.table[1][t / p];
-  out[t] = reinterpret_cast<const std::int32_t*>(page + ops::positions_of(layout_at(s, h, t / p), e))[t % p];
+  return reinterpret_cast<const std::int32_t*>(page + ops::positions_of(layout_at(s, h, t / p), e))[t % p];
+}
+
+__global__ void positions_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int head, int tokens,
+                                 std::int32_t* out) {
+  const int t = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (t < tokens) out[t] = position_at(s, head_of(s, slot, head), t);
+}
+
+__global__ void by_place_kernel(const __grid_constant__ CudaStoreLayer s, int slot, View<const float, 3> of,
+                                View<float, 3> out, std::int64_t row) {
+  const int t = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), head = static_cast<int>(blockIdx.y);
+  if (t >= out.extent[2]) return;
+  const Head h = head_of(s, slot, head);
+  const std::int64_t p = t < *h.length ? position_at(s, h, t) : of.extent[2];
+  out(row, head, t) = p < of.extent[2] ? of(row, head, p) : 0;
 }
 
 constexpr int attend_threads = 512;
@@ -593,6 +605,15 @@ void positions(const CudaStoreLayer& s, int slot, int head, int tokens, std::int
   check_launch("positions");
 }
 KVLAB_ON_CUDA(positions, positions);
+
+void by_place(const CudaStoreLayer& s, int slot, View<const float, 3> of, View<float, 3> out, std::int64_t row,
+              Stream stream) {
+  if (out.extent[2] < 1) return;
+  by_place_kernel<<<dim3(static_cast<unsigned>((out.extent[2] + 255) / 256), static_cast<unsigned>(s.kv_heads)), 256, 0,
+                    stream_of(stream)>>>(s, slot, of, out, row);
+  check_launch("by_place");
+}
+KVLAB_ON_CUDA(by_place, by_place);
 
 }  // namespace cuda_store
 }  // namespace kvlab

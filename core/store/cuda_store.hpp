@@ -91,6 +91,8 @@ class CudaStore final : public Store {
   Fit bring_back(int slot, const Aside& cache) override;
   std::int64_t fired() const override;
   std::vector<std::int32_t> positions_by_place(int layer, int slot, int head) const override;
+  void by_place(int layer, std::span<const std::int32_t> slots, View<const float, 3> of,
+                View<float, 3> out) const override;
   Ledger& ledger() override;
   const Ledger& ledger() const override { return const_cast<CudaStore*>(this)->ledger(); }
   std::int64_t page_bytes(Tier tier) const override;

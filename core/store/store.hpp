@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -179,6 +180,11 @@ class Store {
   // Both return the text positions in the cache of one head, in ascending order or place by place; exact.
   std::vector<std::int32_t> positions(int layer, int slot, int head) const;
   virtual std::vector<std::int32_t> positions_by_place(int layer, int slot, int head) const = 0;
+  // Numbers of text positions in the order of places: out [slot of `slots`, KV head, place] is of [the same, KV head,
+  // that place's text position], and 0 beyond the end of either. Both are memory of the store's device. Runs on its
+  // stream, and the host does not wait.
+  virtual void by_place(int layer, std::span<const std::int32_t> slots, View<const float, 3> of,
+                        View<float, 3> out) const = 0;
 
   virtual Ledger& ledger() = 0;  // exact
   virtual const Ledger& ledger() const = 0;
