@@ -3,10 +3,12 @@
 #pragma once
 #include <kvlab/policy.hpp>
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "base/stream_memory.hpp"
 #include "store/store.hpp"
 
 namespace kvlab {
@@ -33,9 +35,16 @@ class Foresight final : public FutureMass {
   View<const float, 3> of(const LayerKv& kv) const override;
 
  private:
+  using Step = std::vector<std::array<std::int32_t, 3>>;  // [row] slot, text position, decode step
+  std::vector<float> table(const LayerKv& kv, int first, int layers, int text) const;
+
   const RecordedMass& recorded_;
   const Store& store_;
   const std::vector<std::uint32_t>& questions_;
+  // On a GPU: the step whose numbers all_ has, [layer, row, KV head, text position], and the layer that came last.
+  mutable StreamMemory all_;
+  mutable Step now_;
+  mutable int last_layer_ = -1;
 };
 
 }  // namespace kvlab

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/log.hpp"
+#include "base/stream_memory.hpp"
 #include "run/answer.hpp"
 #include "run/cell_input.hpp"
 #include "run/device.hpp"
@@ -24,25 +25,50 @@ class FullCache final : public Policy {
 
 }  // namespace
 
-// Nothing leaves the full cache, so a token's place is its text position.
+// Nothing leaves the full cache, so a token's place is its text position. Numbers of a GPU come once a step for all
+// layers: where processes share a GPU, each wait costs a turn of the others.
 class FullRuns::Recorder final : public EngineObserver {
  public:
   void follow(Conversation* to) { to_ = to; }
   Prompt reads_of_prompt() const override { return Prompt::nothing; }
+  bool steps_in_place() const override { return true; }
   void attended(const DecodeLayer& l, const Store& store) override {
     const Shape& s = store.shape();
-    const int tokens = store.position((*l.slots)[0]) + 1, group = s.group();
+    const Stream stream = store.stream();
+    const int tokens = store.position((*l.slots)[0]) + 1;
     if (l.layer == 0) to_->mass.emplace_back().reserve(static_cast<std::size_t>(s.layers * s.kv_heads * tokens));
+    if (stream.device() == Device::cpu) return add(l.mass[0], s, tokens);
+    const auto numbers = static_cast<std::size_t>(s.query_heads) * static_cast<std::size_t>(tokens);
+    const std::size_t all = numbers * static_cast<std::size_t>(s.layers);
+    if (waiting_.bytes() < all * sizeof(float)) waiting_ = StreamMemory(stream, 2 * all * sizeof(float));
+    float* to = waiting_.as<float>() + numbers * static_cast<std::size_t>(l.layer);
+    for (int head = 0; head < s.query_heads; ++head, to += tokens)
+      copy_memory(to, &l.mass(0, head, 0), static_cast<std::size_t>(tokens) * sizeof(float), stream);
+    if (l.layer + 1 < s.layers) return;
+    here_.resize(all);
+    copy_memory(here_.data(), waiting_.as<>(), all * sizeof(float), stream);
+    synchronize(stream);
+    for (int layer = 0; layer < s.layers; ++layer)
+      add(View<const float, 2>::dense(here_.data() + numbers * static_cast<std::size_t>(layer),
+                                      {s.query_heads, tokens}),
+          s, tokens);
+  }
+
+ private:
+  // mass: [query head, token] of one layer, in host memory.
+  void add(View<const float, 2> mass, const Shape& s, int tokens) {
+    const int group = s.group();
     for (int head = 0; head < s.kv_heads; ++head)
       for (int t = 0; t < tokens; ++t) {
         float sum = 0;
-        for (int g = 0; g < group; ++g) sum += l.mass(0, head * group + g, t);
+        for (int g = 0; g < group; ++g) sum += mass(head * group + g, t);
         to_->mass.back().push_back(sum / static_cast<float>(group));
       }
   }
 
- private:
   Conversation* to_ = nullptr;
+  StreamMemory waiting_;  // [layer, query head, token] of the step, on the GPU
+  std::vector<float> here_;
 };
 
 std::int64_t FullRuns::Conversation::bytes() const {

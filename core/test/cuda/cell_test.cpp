@@ -11,6 +11,8 @@
 
 #include "cases/quick.hpp"
 #include "model/bundled.hpp"
+#include "run/device.hpp"
+#include "run/full_runs.hpp"
 #include "run/recorded.hpp"
 #include "support/altered_checkpoint.hpp"
 #include "support/cell_fixture.hpp"
@@ -349,4 +351,32 @@ TEST_CASE("cuda cell: injected drift is that of the CPU") {
   CHECK(cpu.size() > 4);
   for (const int batch : {1, 4})
     if (batch > 1 || !cases::quick()) CHECK(fetches("cuda", batch) == cpu);
+}
+
+TEST_CASE("cuda cell: a run of the full cache keeps the mass that the CPU's keeps") {
+  Cells f("oracle_evict: {budget: {tokens: 16}}");
+  for (Item& item : f.items.items) item.forced = test::test_text(4, 512, 3);
+  std::map<std::string, std::vector<std::vector<float>>> kept;
+  for (const char* backend : {"cpu", "cuda"}) {
+    f.experiment.backend = backend;
+    f.model =
+        load_model(*open_model("synthetic/tiny", "", "."), DType::bf16, "synthetic/tiny", device_of(f.experiment));
+    FullRuns runs;
+    runs.prepare(f.input(), {0, 1});
+    for (const std::uint32_t question : {0u, 2u})
+      for (int step = 0; step < 3; ++step)
+        for (int layer = 0; layer < f.model->config.layers; ++layer)
+          for (int head = 0; head < f.model->config.kv_heads; ++head) {
+            const auto mass = runs.from(question, false, step, layer, head);
+            kept[backend].emplace_back(mass.begin(), mass.end());
+          }
+  }
+  const auto &wanted = kept["cpu"], &got = kept["cuda"];
+  REQUIRE(got.size() == wanted.size());
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    CAPTURE(i);
+    REQUIRE(got[i].size() == wanted[i].size());
+    REQUIRE_FALSE(wanted[i].empty());
+    for (std::size_t t = 0; t < got[i].size(); ++t) CHECK(got[i][t] == Approx(wanted[i][t]).margin(0.01));
+  }
 }
