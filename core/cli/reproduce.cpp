@@ -11,6 +11,8 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
+#include <sstream>
+#include <string>
 
 #include "base/log.hpp"
 #include "base/stop.hpp"
@@ -75,6 +77,15 @@ std::string model_set(const ReproduceOptions& o) {
     model["path"] = absolute(o.model);
   if (!o.adapter.empty()) model["adapter"] = absolute(o.adapter);
   return "model=" + model.dump();
+}
+
+// What an experiment's text settles: all but comments, of which a "# --set" line is none.
+std::string without_comments(const std::string& text) {
+  std::istringstream lines(text);
+  std::string out;
+  for (std::string line; std::getline(lines, line);)
+    if (!line.starts_with('#') || line.starts_with("# --set")) out += line + "\n";
+  return out;
 }
 
 class Reproduction {
@@ -145,9 +156,7 @@ class Reproduction {
       if (is_profile(run)) {
         const bool made = later.count(fs::weakly_canonical(e.output)) == 0;
         if (!made) check_profile(e, *run.loaded->catalog);
-        if (o_.check)
-          fmt::print("{}: {}\n", e.file.string(),
-                     made ? e.output.string() + " is there" : "makes " + e.output.string());
+        if (o_.check) fmt::print("{}: {}\n", e.file.string(), made ? there(run) : "makes " + e.output.string());
         continue;
       }
       const Checked checked = check_experiment(e, *run.loaded->catalog, later);
@@ -212,6 +221,16 @@ class Reproduction {
     return fs::exists(file) && results::is_profile(file) &&
            results::read_profile(file).model == e.models.front().name();
   }
+  // Of a profile that is there: whether another text of its experiment made it, for instance by other --set.
+  static bool of_other_settings(const Run& run) {
+    const Experiment& e = run.loaded->experiment;
+    const std::string text = results::experiment_of_profile(e.output.string());
+    return !text.empty() && without_comments(text) != without_comments(e.text);
+  }
+  static std::string there(const Run& run) {
+    return run.loaded->experiment.output.string() + " is there" +
+           (of_other_settings(run) ? ", made by other settings of its experiment" : "");
+  }
   std::set<fs::path> missing_profiles() const {
     std::set<fs::path> missing;
     for (const Run& run : runs_)
@@ -222,7 +241,8 @@ class Reproduction {
 
   int profile(const Run& run) const {
     if (!o_.run.fresh && has_profile(run)) {
-      log::info(run.loaded->experiment.output.string() + " is there; --fresh makes it anew");
+      const std::string text = there(run) + "; --fresh makes it anew";
+      of_other_settings(run) ? log::warn(text) : log::info(text);
       return 0;
     }
     return run_profile(run.loaded->experiment, *run.loaded->catalog, {o_.run.command, false, true, {}});

@@ -56,4 +56,15 @@ ProfileFile read_profile(const std::string& path) {
   return out;
 }
 
+std::string experiment_of_profile(const std::string& path) {
+  const auto lock = h5::lock();
+  const h5::File file = open_sealed(path);
+  try {
+    return read_info(file).experiment_yaml;
+  } catch (const Error& e) {
+    if (e.code() != Errc::result_file) throw;
+    return "";
+  }
+}
+
 }  // namespace kvlab::results

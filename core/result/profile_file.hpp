@@ -26,5 +26,7 @@ struct ProfileFile {
 void write_profile(const std::string& path, const RunInfo& info, const ProfileFile& profile);
 bool is_profile(const std::string& path);           // false for any other file
 ProfileFile read_profile(const std::string& path);  // Errc::result_file for any other file
+// The text of the experiment that made it, with a "# --set" line per override; "" in files of another schema version.
+std::string experiment_of_profile(const std::string& path);
 
 }  // namespace kvlab::results

@@ -185,7 +185,7 @@ class OwnTree {
   }
   // Puts a line in place of the experiment's line that begins with the same key.
   void change(const std::string& name, const std::string& line) const {
-    const std::string file = folder_ / ("share/kvlab/experiments/" + name + ".yaml");
+    const std::string file = experiment(name);
     std::ifstream in(file);
     std::string text;
     for (std::string old; std::getline(in, old);)
@@ -196,6 +196,9 @@ class OwnTree {
     std::vector<std::string> all{folder_ / "bin/kvlab", "reproduce", item, "-o", folder_ / "out"};
     all.insert(all.end(), words.begin(), words.end());
     return test::Child(all).wait();
+  }
+  std::string experiment(const std::string& name) const {
+    return folder_ / ("share/kvlab/experiments/" + name + ".yaml");
   }
   std::string profile(const std::string& name) const { return folder_ / ("share/kvlab/results/" + name + ".h5"); }
   std::string profile_above(const std::string& name) const { return folder_ / ("results/" + name + ".h5"); }
@@ -249,6 +252,22 @@ TEST_CASE("reproduce --jobs 2: processes make the profiles that an item needs, t
   INFO(fresh.said);
   CHECK(fresh.code == 0);
   CHECK(std::filesystem::last_write_time(tree.profile("one")) > before);
+}
+
+TEST_CASE("reproduce warns of a profile that is there by other settings of its experiment") {
+  const OwnTree tree;
+  const auto reproduce = [&](std::vector<std::string> words) {
+    return tree.reproduce(std::move(words), "paper/figure1");
+  };
+  const std::string other = "one.h5 is there, made by other settings of its experiment; --fresh makes it anew";
+  CHECK(reproduce({"--set", "random_prompts.prompt=80"}).code == 0);
+  CHECK_THAT(reproduce({"--set", "random_prompts.prompt=80"}).said,
+             Contains("one.h5 is there; --fresh") && !Contains("warning: "));
+  CHECK_THAT(reproduce({}).said, Contains("warning: ") && Contains(other));
+  CHECK_THAT(reproduce({"--check"}).said, Contains("one.h5 is there, made by other settings"));
+  CHECK(reproduce({"--fresh"}).code == 0);
+  std::ofstream(tree.experiment("heads_one"), std::ios::app) << "# a comment\n";
+  CHECK_THAT(reproduce({}).said, Contains("one.h5 is there; --fresh") && !Contains("warning: "));
 }
 
 TEST_CASE("reproduce makes profiles where policies look for them, also where the experiments' folder is a link") {
