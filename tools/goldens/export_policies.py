@@ -122,6 +122,7 @@ INFLLM = {"name": "infllm", "prompt_retrieval": False, "budget": {"tokens": 64},
           "block": 8, "top": 4, "representatives": 3}
 INFLLM_PROMPT = {**INFLLM, "prompt_retrieval": True, "prompt_chunk": 12, "top": 2}
 INFINIGEN = {"name": "infinigen", "skew": False, "alpha": 1.0, "dense_layers": 1}
+INFINIGEN_SKEW = {**INFINIGEN, "skew": True, "alpha": 3.0, "cap": 12}
 SHADOWKV = {"name": "shadowkv", "budget": {"tokens": 40}, "rank": 12, "chunk": 4, "outliers": 3, "local_chunks": 2}
 THINK = {"name": "think", "ratio": 0.4, "window": 16, "recent": 10}
 FASTGEN = {"name": "fastgen", "recovery": 0.8, "sinks": 2}
@@ -263,21 +264,21 @@ OTHERS = {
     "omnikv_uniform": {**OMNIKV, "score_by": "uniform", "queries": 6},
     "omnikv_exp": {**OMNIKV, "score_by": "exp", "queries": 2, "shared_choice": False},
     "fastgen_least": {**FASTGEN, "group": "min"},
-    "infinigen_skew": {**INFINIGEN, "skew": True, "alpha": 3.0, "cap": 12},
+    "infinigen_skew": INFINIGEN_SKEW,
     "knorm_head_profile": {"name": "knorm", "budget": {"tokens": 40, "split": "head_profile", "weights": "gate", "floor": 0.0},
                            "profile": {"gate": [[0.5, 3.0], [0.0, 0.25], [2.0, 0.5]]}},
 }
 
 OVER_QUEST = {**QUEST, "name": "quest+twilight", "pruner": {"p": 0.6, "dense_layers": 1}}
 OVER_SNAPKV = {**SNAPKV, "name": "snapkv+criticalkv", "rescorer": {}}
+OVER_SNAPKV_BY_HEADS = {**OVER_SNAPKV, "budget": {"tokens": 24, "split": "adakv", "floor": 0.2}, "rescorer": {"first_stage": 0.3}}
 STAGES = {
     "quest_twilight": OVER_QUEST,
     "quest_twilight_pinned": {**OVER_QUEST, "last_page": True, "pruner": {"p": 0.85, "dense_layers": 1}},
     "sparq_twilight": {**SPARQ, "name": "sparq+twilight", "pruner": {"p": 0.7, "dense_layers": 0}},
     "full_twilight": {"name": "full+twilight", "pruner": {"p": 0.5, "dense_layers": 1}},
     "snapkv_criticalkv": OVER_SNAPKV,
-    "snapkv_criticalkv_adakv": {**OVER_SNAPKV, "budget": {"tokens": 24, "split": "adakv", "floor": 0.2},
-                                "rescorer": {"first_stage": 0.3}},
+    "snapkv_criticalkv_adakv": OVER_SNAPKV_BY_HEADS,
     "snapkv_criticalkv_pyramid": {**OVER_SNAPKV, "budget": {"tokens": 24, "split": "pyramid", "beta": 4}},
     "h2o_criticalkv": {"name": "h2o+criticalkv", "budget": BUDGET, "heavy": 0.5, "rescorer": {"first_stage": 0.25}},
 }
@@ -314,6 +315,13 @@ BRIEF = {  # two steps
     "quest_twilight": OVER_QUEST,
     "snapkv_head_profile": SNAPKV_HEAD_PROFILE,
     "infllm_prompt": INFLLM_PROMPT,
+    "infinigen_skew": INFINIGEN_SKEW,
+    "snapkv_criticalkv": OVER_SNAPKV,
+    "snapkv_criticalkv_adakv": OVER_SNAPKV_BY_HEADS,
+    "snapkv_criticalkv_pyramid": STAGES["snapkv_criticalkv_pyramid"],
+    "h2o_criticalkv": STAGES["h2o_criticalkv"],
+    "sparq_twilight": STAGES["sparq_twilight"],
+    "full_twilight": STAGES["full_twilight"],
 }
 TEXT |= BRIEF
 TEXT = {name: {**spec, **({"profile": {array: PROFILE[array] for array in spec["profile"]}} if "profile" in spec else {})}
@@ -446,12 +454,12 @@ def export_text(golden, only):
     for name, spec in TEXT.items():
         if only and name not in only:
             continue
-        if name == "kvquant":  # a text whose codes do not depend on rounding is not to be found
-            spec = of_shape(spec, model, code[:200])
+        spec = of_shape(spec, model, code[:200])
 
         def part(start):
             end = start + TEXT_PROMPT
             return {"start": start, "prompt": ids[start:end], "forced": ids[end:end + (2 if name in BRIEF else TEXT_FORCED)]}
+        # A text whose codes of kvquant do not depend on rounding is not to be found.
         text, (case,) = without_doubts(model, [] if name == "kvquant" else others, {name: spec}, logit_ids,
                                        map(part, range(0, most, 4)))
         cases.append({**case, "start": text["start"], "forced": text["forced"]})

@@ -19,7 +19,7 @@ class TopP:
 
     def configure(self, spec):
         super().configure({**spec, "pruner": None})
-        self.share, self.begins = spec["pruner"].get("p", 0.85), spec["pruner"].get("dense_layers", 2)
+        self.part, self.begins = spec["pruner"].get("p", 0.85), spec["pruner"].get("dense_layers", 2)
 
     def always_read(self, seen):
         """Positions that the first method's pins name."""
@@ -34,7 +34,7 @@ class TopP:
             keys, taken = retrieval.four_bits(k[kv, tokens]), {seen - 1, *self.always_read(seen)}
             for query in q[kv * self.model.group:(kv + 1) * self.model.group]:
                 weights = (keys @ query / math.sqrt(len(query))).softmax(-1)
-                taken |= set(tokens[retrieval.fewest(weights, self.share)].tolist())
+                taken |= set(tokens[retrieval.fewest(weights, self.part)].tolist())
             read.append(torch.tensor(sorted(taken)))
         return read, None
 
