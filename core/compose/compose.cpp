@@ -154,7 +154,6 @@ class ComposedPolicy final : public Policy,
     state_bytes_ = static_cast<std::int64_t>(counted.bytes_per_slot());
     for_pages_ = amount_for_pages(amount, counted.bytes_per_slot());
     check_amount();
-    warn_of_amount();
     if (parts_.injection && parts_.selector) injector_.emplace(*parts_.injection, shape, w);
     // before_step gives a graph the numbers that change from step to step. Without a selector all pages come and go in
     // each step (core/GPU.md says why such steps run without a graph).
@@ -291,17 +290,18 @@ class ComposedPolicy final : public Policy,
     if (split_ && split_->counted()) of_rows_.layers = {"tokens of layers", rows * shape_.layers, w};
   }
 
-  // Refuses a budget below the tokens that are always kept: it would not be obeyed. A ratio is judged by the longest
-  // sequence.
+  // Refuses a budget below the tokens that a scorer always keeps or a selector always reads: it would not be obeyed. A
+  // ratio is judged by the longest sequence. A text that is not longer than what is always read is read as a whole.
   void check_amount() const {
     const bool bytes = amount_.kind == BudgetAmount::bytes, ratio = amount_.kind == BudgetAmount::ratio;
-    if (amount_.kind == BudgetAmount::unlimited || (!bytes && !parts_.scorer)) return;
+    if (amount_.kind == BudgetAmount::unlimited) return;
     const int tokens = bytes
                            ? byte_budget_tokens(for_pages_.value, shape_.max_tokens, shape_, page_bytes_, dense_layers_)
                            : total(shape_.max_tokens);
     const Pins pins = parts_.scorer ? parts_.scorer->pins(tokens) : Pins{};
-    const int pinned = pins.first + pins.last;
-    if (pinned <= tokens && tokens > 0) return;
+    const int pages = parts_.selector ? selector_needs_.min_pages() : 0,  // no scorer stands beside a selector
+        least = parts_.selector ? std::min(pages * shape_.page_size, shape_.max_tokens) : pins.first + pins.last;
+    if (least <= tokens && tokens > 0) return;
     std::string budget = std::to_string(tokens) + " tokens";
     if (bytes)
       budget = std::to_string(static_cast<std::int64_t>(amount_.value)) + " bytes, " +
@@ -309,12 +309,12 @@ class ComposedPolicy final : public Policy,
                std::to_string(tokens) + " tokens per KV head";
     else if (ratio)
       budget += " per KV head in the longest sequence, of " + std::to_string(shape_.max_tokens);
-    const std::string wanted = pinned == 0
-                                   ? "a page for each KV head"
-                                   : "the " + std::to_string(pinned) + " that are always kept (" +
-                                         std::to_string(pins.first) + " first, " + std::to_string(pins.last) + " last)";
+    const std::string wanted =
+        least == 0  ? "a page for each KV head"
+        : pages > 0 ? fmt::format("the {} that are always read, {} pages of {}", least, pages, shape_.page_size)
+                    : fmt::format("the {} that are always kept ({} first, {} last)", least, pins.first, pins.last);
     throw Error(Errc::config,
-                "got a budget of " + budget + ", wanted at least " + wanted + (bytes ? least_bytes(pinned) : ""),
+                "got a budget of " + budget + ", wanted at least " + wanted + (bytes ? least_bytes(least) : ""),
                 parts_.name);
   }
 
@@ -330,17 +330,7 @@ class ComposedPolicy final : public Policy,
     return fmt::format(": {}at least {} bytes", layers, state_bytes_ + dense + others);
   }
 
-  // Says what a selector's budget will not be obeyed in. A ratio is judged by the longest sequence.
-  void warn_of_amount() const {
-    if (amount_.kind == BudgetAmount::unlimited || !parts_.selector) return;
-    const int tokens = total(shape_.max_tokens),
-              read = std::min(selector_needs_.min_pages() * shape_.page_size, shape_.max_tokens);
-    if (tokens < read)
-      log::warn("got a budget of " + std::to_string(tokens) + " tokens per KV head in a sequence of " +
-                std::to_string(shape_.max_tokens) + ", and '" + parts_.name + "' always reads " + std::to_string(read) +
-                ", " + std::to_string(selector_needs_.min_pages()) + " pages of " + std::to_string(shape_.page_size));
-  }
-  // The same of a scorer and a ratio, for a sequence that is shorter than the longest one. All have one text.
+  // Says that a scorer's ratio is not obeyed in a sequence that is shorter than the longest one. All have one text.
   void warn_of_short(int tokens, Pins pins) const {
     if (amount_.kind == BudgetAmount::ratio && pins.first + pins.last > tokens)
       log::warn("got a ratio that gives a sequence less than the " + std::to_string(pins.first + pins.last) +

@@ -218,7 +218,7 @@ TEST_CASE("a schedule evicts after every n-th decode step, the scorer's own wher
   CHECK(lengths(1, 0) == Ints{16, 17, 18, 19, 20, 21, 22, 23});
 }
 
-TEST_CASE("a budget that cannot be obeyed is refused or said: below what is always kept, below the least pages") {
+TEST_CASE("a budget that cannot be obeyed is refused: below what is always kept, below the least pages") {
   struct Pinned final : Recency {
     Pinned() : Recency(1) {}
     Pins pins(int) const override { return {.first = 2, .last = 10}; }
@@ -242,7 +242,6 @@ TEST_CASE("a budget that cannot be obeyed is refused or said: below what is alwa
   const auto pinned = [](Composition& parts) { parts.scorer = instance<Scorer>(new Pinned); };
   const auto least = [](Composition& parts) { parts.selector = instance<Selector>(new Least); };
   using Lines = std::vector<std::string>;
-  const std::string rest = " tokens per KV head in a sequence of 64, and 'some' always ";
   const std::string kept = "wanted at least the 12 that are always kept (2 first, 10 last)";
   CHECK_THROWS_WITH(said(pinned, {BudgetAmount::tokens, 11}), Catch::Contains("got a budget of 11 tokens, " + kept));
   CHECK(said(pinned, {BudgetAmount::tokens, 12}).empty());
@@ -265,8 +264,12 @@ TEST_CASE("a budget that cannot be obeyed is refused or said: below what is alwa
     engine.close(slot);
   }
   CHECK(all.warnings() == Lines{"got a ratio that gives a sequence less than the 12 tokens that 'some' always keeps"});
-  CHECK(said(least, {BudgetAmount::tokens, 16}) == Lines{"got a budget of 16" + rest + "reads 24, 3 pages of 8"});
+  const std::string read = "wanted at least the 24 that are always read, 3 pages of 8";
+  CHECK_THROWS_WITH(said(least, {BudgetAmount::tokens, 23}), Catch::Contains("got a budget of 23 tokens, " + read));
   CHECK(said(least, {BudgetAmount::tokens, 24}).empty());
+  CHECK_THROWS_WITH(said(least, {BudgetAmount::ratio, 0.25}),
+                    Catch::Contains("got a budget of 16 tokens per KV head in the longest sequence, of 64, " + read));
+  CHECK(said(least, {BudgetAmount::ratio, 0.375}).empty());
   CHECK(said(least, {BudgetAmount::unlimited, 0}).empty());
 }
 

@@ -111,8 +111,8 @@ TEST_CASE("cuda cell: full, fidelity is exact and the answers are the CPU's") {
 
 TEST_CASE("cuda cell: an evicting policy keeps its budget, a selecting one is traced") {
   for (const char* policy :
-       {"{snapkv: {window: 4, budget: {tokens: 16}}}", "{quest: {dense_layers: 0, budget: {tokens: 16}}}",
-        "{quest: {dense_layers: 0, budget: {tokens: 16}, placement: {tier: host, resident: 16, codec: int8}}}",
+       {"{snapkv: {window: 4, budget: {tokens: 16}}}", "{quest: {dense_layers: 0, budget: {tokens: 24}}}",
+        "{quest: {dense_layers: 0, budget: {tokens: 24}, placement: {tier: host, resident: 16, codec: int8}}}",
         "{streaming_llm: {sinks: 2, budget: {tokens: 16}}}",
         "{streaming_llm: {sinks: 2, rope: re_rotate, budget: {tokens: 16}}}",
         "{streaming_llm: {sinks: 2, rope: re_rotate, budget: {tokens: 16}, placement: {tier: host, codec: int8}}}"}) {
@@ -132,7 +132,7 @@ TEST_CASE("cuda cell: an evicting policy keeps its budget, a selecting one is tr
 
 TEST_CASE("cuda cell: questions that run beside each other have the fidelity of questions alone") {
   for (const char* policy :
-       {"full", "{quest: {dense_layers: 0, budget: {tokens: 16}}}", "{random: {every: 1, budget: {tokens: 16}}}",
+       {"full", "{quest: {dense_layers: 0, budget: {tokens: 24}}}", "{random: {every: 1, budget: {tokens: 16}}}",
         "{streaming_llm: {sinks: 2, rope: re_rotate, budget: {tokens: 16}}}"}) {
     CAPTURE(policy);
     results::CellResult of[2];

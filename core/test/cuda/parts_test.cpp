@@ -100,7 +100,7 @@ TEST_CASE("cuda parts: of graphs, which give the text of steps that nobody times
   const std::vector<Case> cases{
       {"full", {}},
       {"{h2o: {budget: {tokens: 16}}}", {Part::score, Part::select, Part::compact}},
-      {"{quest: {dense_layers: 0, budget: {tokens: 16}, placement: {tier: host, resident: 24}}}",
+      {"{quest: {dense_layers: 0, budget: {tokens: 24}, placement: {tier: host, resident: 24}}}",
        {Part::score, Part::recall}},  // one launch computes scores and selection
       {"{shadowkv: {rank: 4, outliers: 0, local_chunks: 1, budget: {tokens: 16}}}", {Part::select}}};
   for (const Case& c : cases) {

@@ -564,7 +564,7 @@ TEST_CASE("a host_memory that holds no page is refused before the run, one that 
   for (const char* policy :
        {"{freekv: {sinks: 8, window: 8, budget: {tokens: 32}}}",
         "{flexicache: {unstable_heads: false, budget: {tokens: 32}, rerank_every: 4}}",
-        "{quest: {dense_layers: 0, budget: {tokens: 16}, placement: {tier: host, resident: 16}}}"}) {
+        "{quest: {dense_layers: 0, min_pages: 1, budget: {tokens: 16}, placement: {tier: host, resident: 16}}}"}) {
     CAPTURE(policy);
     Fixture f(test::policy_of(policy, 8));
     f.experiment.spill = "always";

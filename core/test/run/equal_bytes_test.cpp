@@ -198,12 +198,16 @@ TEST_CASE("equal_bytes that no budget can meet are refused before the run") {
   CHECK(refused("{snapkv: {window: 8, codec: int4}}", 0.9 * least).empty());  // its pages are smaller
 
   // A selector reads so many bytes of pages, and all tokens of dense layers.
-  CHECK(refused("{quest: {dense_layers: 0}}", 2 * least).empty());
-  CHECK_THAT(
-      refused("{quest: {dense_layers: 0}}", least / 2),
-      Contains("whole pages of which hold 0 tokens per KV head, wanted at least a page for each KV head: at least "));
-  CHECK_THAT(refused("{quest: {dense_layers: 1}}", least),
-             Contains("wanted at least a page for each KV head: the first dense layer takes "));
+  CHECK(refused("{quest: {dense_layers: 0, min_pages: 1}}", 2 * least).empty());
+  const std::string few = refused("{quest: {dense_layers: 0}}", 2 * least);
+  CHECK_THAT(few, Contains("whole pages of which hold 16 tokens per KV head, wanted at least the 48 that are always "
+                           "read, 3 pages of 16: at least "));
+  const double enough = std::stod(few.substr(few.rfind("at least ") + 9));
+  CHECK(refused("{quest: {dense_layers: 0}}", enough).empty());
+  CHECK_THAT(refused("{quest: {dense_layers: 0}}", enough - 1), Contains("hold 32 tokens per KV head"));
+  CHECK_THAT(refused("{quest: {dense_layers: 0}}", least / 2),
+             Contains("whole pages of which hold 0 tokens per KV head"));
+  CHECK_THAT(refused("{quest: {dense_layers: 1}}", least), Contains("3 pages of 16: the first dense layer takes "));
   // On the host its pages leave the device, and a budget is sought.
   const std::string offloaded = "{quest: {dense_layers: 1, placement: {tier: host}}}";
   CHECK_THAT(refused(offloaded, least), Contains("it holds all tokens of 1 dense layer, "));
