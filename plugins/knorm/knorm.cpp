@@ -26,5 +26,5 @@ class Knorm final : public kvlab::Scorer {
 
 KVLAB_PLUGIN(kvlab::scorer<Knorm>("knorm", "keeps keys with a small L2 norm (Devoto et al. 2024)")
                  .param("dense_layers", 0, 0, kvlab::any, "first layers that keep everything (the authors' code: 2)")
-                 .param("recent", 0, 0, kvlab::any, "newest tokens that are always kept")
+                 .param("recent", 0, 0, kvlab::any, "newest tokens that stay, as many as the budget holds")
                  .param("every", 0, 0, kvlab::any, "decode steps between evictions, 0 = the prompt only"))

@@ -64,7 +64,8 @@ class OmniKv final : public kvlab::Policy, public kvlab::PreparesSteps {
       throw kvlab::Error(
           kvlab::Errc::config,
           "got a budget in bytes, wanted tokens or a ratio of the prompt: every token stays where it is");
-    budget.require(1, "of the prompt, in each layer that chooses none");
+    budget.require(std::max(1, window_), window_ > 1 ? "the prompt's tokens among the last `queries`, and one more"
+                                                     : "of the prompt, in each layer that chooses none");
     budget_ = budget;
     roles_ = omnikv::roles_of(filters_, wait_, shape.layers, shares_);
     const auto sparse = std::count(roles_.begin(), roles_.end(), omnikv::Role::sparse);

@@ -198,7 +198,7 @@ TEST_CASE("omnikv: the newest queries choose on real text what a plain implement
   const auto [exp, shared, window] =
       GENERATE(table<bool, bool, int>({{false, true, 16}, {true, true, 16}, {false, false, 5}, {true, true, 200}}));
   CAPTURE(exp, shared, window);
-  constexpr int tokens = 20;
+  const int tokens = std::max(20, window);
   OnText run(Role::policy, "omnikv",
              {{"filter_layers", std::string("1,4")},
               {"score_by", std::string(exp ? "exp" : "uniform")},
@@ -267,4 +267,12 @@ TEST_CASE("omnikv: what it cannot obey is refused") {
   CHECK_THROWS_WITH(with("", 16), Catch::Contains("got filter_layers '', wanted at least one layer"));
   CHECK_THROWS_WITH(with("2,8,18", 16), Catch::Contains("got filter layer 18, wanted one of the model's 8 layers"));
   CHECK_THROWS_WITH(with("4,2", 16), Catch::Contains("got filter_layers '4,2', wanted layers from 0 on"));
+  // The first step reads 15 tokens of the prompt in any case.
+  const auto by_newest = [](int budget) {
+    return OnText(Role::policy, "omnikv", {{"filter_layers", std::string("2")}, {"score_by", std::string("exp")}},
+                  budget, 64, 8);
+  };
+  CHECK_THROWS_WITH(by_newest(15),
+                    Catch::Contains("got a budget of 15 tokens, wanted at least 16: the prompt's tokens among"));
+  CHECK_NOTHROW(by_newest(16));
 }

@@ -44,5 +44,6 @@ class OracleEvict final : public kvlab::Scorer {
 KVLAB_PLUGIN(kvlab::scorer<OracleEvict>("oracle_evict",
                                         "keeps what the full cache's answer will attend to: a reference, never timed")
                  .param("sinks", 0, 0, 1024, "first tokens that are always kept, part of the budget")
-                 .param("recent", 0, 0, kvlab::any, "newest tokens that are always kept, part of the budget")
+                 .param("recent", 0, 0, kvlab::any,
+                        "newest tokens that stay, as many as the budget holds beside the sinks")
                  .param("every", 1, 0, kvlab::any, "decode steps between evictions, 0 = the prompt only"))

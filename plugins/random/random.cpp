@@ -76,6 +76,7 @@ KVLAB_PLUGIN(kvlab::scorer<RandomEviction>("random", "keeps random tokens of eac
                  .param("keep_prompt", false, "the prompt stays, and generated tokens alone are drawn")
                  .param("redraw", false, "each eviction draws anew, so old tokens are rarer; off = a draw lasts")
                  .param("sinks", 0, 0, 1024, "first tokens that are always kept, part of the budget")
-                 .param("recent", 0, 0, kvlab::any, "newest tokens that are always kept")
+                 .param("recent", 0, 0, kvlab::any,
+                        "newest tokens that stay, as many as the budget holds beside the sinks")
                  .param("every", 0, 0, kvlab::any,
                         "decode steps between evictions, 0 = the prompt only; with keep_prompt every step"))
