@@ -45,9 +45,12 @@ class LeanKv(Full):
     def prompt(self, layer, prompt):
         n, kept = prompt.n, []
         self.first = max(0, n - self.queries) if self.counted else 0  # the first query that counts in decode steps
-        rows = prompt.column_sums if math.isinf(self.queries) else prompt.last_rows.sum(1)
-        rows = rows.reshape(self.model.kv_heads, self.model.group, n)
-        for kv, sums in enumerate(rows.amax(1).tolist()):
+        if self.spec.get("greatest", "mean") == "score":
+            of_heads = prompt.last_rows.reshape(self.model.kv_heads, self.model.group, -1, n).amax(1).sum(1)
+        else:
+            rows = prompt.column_sums if math.isinf(self.queries) else prompt.last_rows.sum(1)
+            of_heads = rows.reshape(self.model.kv_heads, self.model.group, n).amax(1)
+        for kv, sums in enumerate(of_heads.tolist()):
             levels = {p: self.level(p, sums[p] / min(n - p, self.queries), n) for p in range(n)}
             low = [p for p, level in levels.items() if level == LOW]
             for p in low[len(low) // self.page * self.page:]:
@@ -166,14 +169,20 @@ class KvQuant(Full):
 
     def finish_cache(self, keys, values):
         for layer, (k, v) in enumerate(zip(keys, values)):
-            places = torch.arange(self.dense, k.shape[1])
-            raw, value = self.model.rotate(k[:, places], -places).double(), v[:, places].double()
-            if self.calibrated:
-                lower, upper = (self.profile[name][layer].reshape(len(k), 1, -1) for name in ("key_lower", "key_upper"))
-            else:
-                lower, upper = self.of_tokens(raw)
-            k[:, places] = self.model.rotate(self.code(layer, "key", raw, lower, upper).to(k.dtype), places)
-            v[:, places] = self.code(layer, "value", value, *self.of_tokens(value)).to(v.dtype)
+            self.store(layer, k, v, torch.arange(self.dense, k.shape[1]))
+
+    def finish_step(self, layer, keys, values):
+        if self.spec.get("generated", False):
+            self.store(layer, keys, values, torch.tensor([keys.shape[1] - 1]))
+
+    def store(self, layer, k, v, places):
+        raw, value = self.model.rotate(k[:, places], -places).double(), v[:, places].double()
+        if self.calibrated:
+            lower, upper = (self.profile[name][layer].reshape(len(k), 1, -1) for name in ("key_lower", "key_upper"))
+        else:
+            lower, upper = self.of_tokens(raw)
+        k[:, places] = self.model.rotate(self.code(layer, "key", raw, lower, upper).to(k.dtype), places)
+        v[:, places] = self.code(layer, "value", value, *self.of_tokens(value)).to(v.dtype)
 
 
 def calibrated(model, ids, share, exact):

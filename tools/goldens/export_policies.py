@@ -249,6 +249,7 @@ OTHERS = {
     "kvquant_no_outliers": {**KVQUANT, "outliers": False, "bits": 4},
     "kvquant_uniform": {**KVQUANT, "nonuniform": False},
     "kvquant_no_calibration": {**KVQUANT, "calibration": False, "bits": 4, "outlier_share": 0.2},
+    "kvquant_generated": {**KVQUANT, "generated": True, "dense_tokens": 2},
     "oracle_evict": ORACLE_EVICT,
     "oracle_evict_once": {**ORACLE_EVICT, "every": 0},
     "oracle_evict_pins": {**ORACLE_EVICT, "sinks": 3, "recent": 6, "every": 4},
@@ -283,7 +284,7 @@ STAGES = {
     "h2o_criticalkv": {"name": "h2o+criticalkv", "budget": BUDGET, "heavy": 0.5, "rescorer": {"first_stage": 0.25}},
 }
 
-FEW_STEPS = {"full_int4": 2, "full_atom": 2, "keyformer_one_noise": 3, "zigzagkv_window_counts": 1, "omnikv_uniform": 4, "omnikv_exp": 2, "fastgen_least": 2,
+FEW_STEPS = {"full_int4": 2, "full_atom": 2, "kvquant_generated": 3, "keyformer_one_noise": 3, "zigzagkv_window_counts": 1, "omnikv_uniform": 4, "omnikv_exp": 2, "fastgen_least": 2,
              "infinigen_skew": 3, "knorm_head_profile": 2, "infllm_prompt": 2, "infllm_prompt_own_positions": 2, "raas": 12,
              "raas_prompt_fits": 10, "raas_prompt_as_others": 8}
 LONG_LISTS = {spec["name"] for specs in (RETRIEVAL, OFFLOADING, SAMPLING, OTHERS, STAGES) for name, spec in specs.items()
@@ -308,6 +309,16 @@ TEXT = {name: specs[name] for specs, names in (
     (OTHERS, "tova keydiff random expected_attention oracle heterocache minicache leankv razor_attention_compensation kvquant "
              "oracle_evict raas"),
 ) for name in names.split()}
+BY_TOTAL = {"tokens": 24, "exact_total": True}  # as the plugins' defaults divide
+TEXT |= {
+    "omnikv_two_filters": {**OMNIKV, "filter_layers": "1,4", "wait_layers": 1},
+    "clusterkv_generated": {**CLUSTERKV, "window": 3},
+    "squeezed_attention_two_levels": RETRIEVAL["squeezed_attention_two_levels"],
+    "freekv_digest": {**FREEKV, "summary": "centre_radius", "group": "mean", "dense_layers": 0},
+    "freekv_scaled": {**FREEKV, "scores": "scaled"},
+    "flexicache_first_step": {**FLEXICACHE, "first_query": "step"},
+    "heterocache_by_position": {**HETEROCACHE, "recall_order": "position", "threshold": 0.95, "check_every": 2},
+}
 BRIEF = {  # two steps
     "k_center": {"name": "k_center", "budget": BUDGET, "sinks": 2},
     "sparq_mean_value_of_groups": {**SPARQ, "mean_value_of_groups": True},
@@ -322,6 +333,12 @@ BRIEF = {  # two steps
     "h2o_criticalkv": STAGES["h2o_criticalkv"],
     "sparq_twilight": STAGES["sparq_twilight"],
     "full_twilight": STAGES["full_twilight"],
+    "snapkv_adakv_total": {**SNAPKV, "budget": {**BY_TOTAL, "split": "adakv", "floor": 0.2}},
+    "snapkv_adakv_group_first": {**SNAPKV, "group_first": True, "budget": {**BY_TOTAL, "split": "adakv", "floor": 0.5}},
+    "snapkv_pyramid_total": {**SNAPKV, "budget": {**BY_TOTAL, "split": "pyramid", "beta": 4}},
+    "zigzagkv_each_head": {**ZIGZAGKV, "each_head": True},
+    "leankv_greatest_score": {**LEANKV, "greatest": "score"},
+    "razor_attention_counts_once": {**RAZOR, "compensation": True, "counts_once": True},
 }
 TEXT |= BRIEF
 TEXT = {name: {**spec, **({"profile": {array: PROFILE[array] for array in spec["profile"]}} if "profile" in spec else {})}

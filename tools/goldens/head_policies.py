@@ -88,7 +88,8 @@ class RazorAttention(HeadClasses):
             return super().attend(layer, kv, q, keys, values)
         key, value = (torch.stack(side).mean(0, keepdim=True) for side in zip(*self.gone[layer, kv]))
         logits = q @ torch.cat([keys, key]).T / keys.shape[-1]**0.5
-        logits[:, -1] += torch.tensor(float(len(self.gone[layer, kv]))).log()
+        if not self.spec.get("counts_once", False):
+            logits[:, -1] += torch.tensor(float(len(self.gone[layer, kv]))).log()
         shares = logits.softmax(-1)
         return shares @ torch.cat([values, value]), shares[:, :-1]
 

@@ -57,8 +57,13 @@ class OverLayers:
         layers = sorted(self.held)
         counts = self.divide([self.held[layer][1] for layer in layers], n)
         recent = torch.arange(n - self.window, n)
-        return [[torch.cat([top(head, count - self.window), recent]) for head in self.held[layer][0]]
-                for layer, count in zip(layers, counts)]
+        return [[torch.cat([top(head, count - self.window), recent])
+                 for head, count in zip(self.held[layer][0], self.of_heads(layer, total, n))]
+                for layer, total in zip(layers, counts)]
+
+    def of_heads(self, layer, count, n):
+        """A layer's tokens for each head, of `count` on average."""
+        return [count] * self.model.kv_heads
 
 
 class ZigZagKv(OverLayers, SnapKv):
@@ -68,6 +73,7 @@ class ZigZagKv(OverLayers, SnapKv):
     def configure(self, spec):
         super().configure(spec)
         self.mass, self.floor = spec.get("mass", 0.9), spec.get("floor", 0.2)
+        self.needs = {}  # of a layer: of each head
 
     def prompt(self, layer, prompt):
         if prompt.n > self.tokens:
@@ -76,11 +82,18 @@ class ZigZagKv(OverLayers, SnapKv):
             if self.spec.get("window_counts", False):
                 highest = means.amax(-1, keepdim=True)
                 means = torch.cat([means, (highest + 1).expand(-1, self.window)], 1)
-            self.hold(layer, scores, tokens_of_mass(means, self.mass).double().mean().item())
+            needs = tokens_of_mass(means, self.mass).double()
+            self.needs[layer] = needs.tolist()
+            self.hold(layer, scores, needs.mean().item())
         return [torch.arange(prompt.n)] * self.model.kv_heads
 
     def divide(self, needs, n):
         return zigzag_budgets(needs, self.tokens, self.floor * self.tokens, self.window, n)
+
+    def of_heads(self, layer, count, n):
+        if not self.spec.get("each_head", False):
+            return super().of_heads(layer, count, n)
+        return zigzag_budgets(self.needs[layer], count, 0, self.window, n)
 
 
 def tokens_of_mass(scores, mass):

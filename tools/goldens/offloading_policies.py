@@ -6,7 +6,7 @@ import torch
 
 import policies
 from policies import Full, group_reduce, top
-from retrieval_policies import pages_to_tokens
+from retrieval_policies import box_scores, pages_to_tokens
 
 
 def page_bounds(q, keys, size):
@@ -67,7 +67,13 @@ class FreeKv(Fetching):
         between = [page for page in range(-(-len(keys) // self.page)) if page not in always]
         best = []
         if between:
-            scores = self.reduced(page_bounds(q, keys, self.page)[:, between])
+            if self.spec.get("summary", "min_max") == "centre_radius":
+                scores = box_scores(q, keys.split(self.page), True)
+            else:
+                scores = page_bounds(q, keys, self.page)
+            if self.spec.get("scores", "raw") == "scaled":
+                scores = scores / q.shape[-1]**0.5
+            scores = self.reduced(scores[:, between])
             best = top(scores, max(1, (self.tokens - self.first - self.last) // self.page)).tolist()
         self.chosen[layer, kv] = {between[i] for i in best}
 
@@ -118,8 +124,9 @@ class FlexiCache(Fetching):
     def select(self, layer, q, k, kept):
         if layer < self.dense:
             return kept, None
+        first = self.spec.get("first_query", "prompt") == "step" and not self.steps.get(layer, 0)
         for kv in range(self.model.kv_heads):
-            if self.unstable[layer, kv] or (self.waits and self.due(layer)):
+            if self.unstable[layer, kv] or (self.waits and self.due(layer)) or first:
                 self.choose(layer, kv, self.of_group(q, kv), k[kv])
         return self.read(layer, k)
 

@@ -56,6 +56,19 @@ def by_weight(weights, floor, each, most):
     return counts
 
 
+def repaired(shares, counts, total, most):
+    """Whole numbers near `shares` that add up to `total`: one more or less each time where the share is farthest away, of
+    equal ones the first. None is negative or above `most`."""
+    counts = list(counts)
+    while sum(counts) != total:
+        step = 1 if sum(counts) < total else -1
+        room = [i for i, count in enumerate(counts) if 0 <= count + step <= most]
+        if not room:
+            break
+        counts[max(room, key=lambda i: step * (shares[i] - counts[i]))] += step
+    return counts
+
+
 def split_budget(spec, layer, layers, scores, pins, profile=None):
     """scores [Hkv, c] of the c = n - pins candidates, n > tokens. Returns one count per KV head, pins included."""
     heads, candidates = scores.shape
@@ -67,7 +80,11 @@ def split_budget(spec, layer, layers, scores, pins, profile=None):
         high = 2 * base - low
         if high >= candidates:
             high, low = candidates, 2 * base - candidates
-        if n >= 2 * base and layers > 1:
+        if n >= 2 * base and layers > 1 and spec.get("exact_total", False):
+            mean, mirror = base, layers - 1 - layer  # a layer and its mirror have twice the mean
+            upper = math.ceil(high - Fraction(min(layer, mirror) * (high - low), layers - 1))
+            base = upper if layer <= mirror else 2 * mean - upper
+        elif n >= 2 * base and layers > 1:
             base = high - layer * ((high - low) // (layers - 1))
         return [min(base, candidates) + pins] * heads
     if split == "head_profile":
@@ -78,7 +95,11 @@ def split_budget(spec, layer, layers, scores, pins, profile=None):
         alpha = spec.get("floor", 0.2)
         winners = top(scores.flatten(), heads * base)
         counts = torch.bincount(winners // candidates, minlength=heads).tolist()
-        return [min(round(count * (1 - alpha) + int(base * alpha)), candidates) + pins for count in counts]
+        shares = [count * (1 - alpha) + int(base * alpha) for count in counts]
+        counts = [min(round(share), candidates) for share in shares]
+        if spec.get("exact_total", False):
+            counts = repaired(shares, counts, heads * base, candidates)
+        return [count + pins for count in counts]
     if split != "uniform":
         raise ValueError(f"got split {split}, wanted uniform, pyramid, adakv or head_profile")
     return [spec["tokens"]] * heads
@@ -140,6 +161,9 @@ class Full:
 
     def finish_cache(self, keys, values):
         """Changes what the cache stores of the prompt, of all layers: [layer][Hkv, n, D] each."""
+
+    def finish_step(self, layer, keys, values):
+        """Changes what the cache stores [Hkv, t, D] after a step's attention of the layer."""
 
     def enter(self, layer, x, position):
         """The residual stream x [1, hidden] in front of a layer of a decode step."""
@@ -204,17 +228,20 @@ class SnapKv(Scored):
     def configure(self, spec):
         self.window, self.kernel = spec.get("window", 32), spec.get("kernel", 7)
         self.pool, self.group = spec.get("pooling", "max"), spec.get("group", "mean")
+        self.group_first = spec.get("group_first", False)
         if self.tokens <= self.window:
             raise ValueError(f"got budget {self.tokens}, wanted more than the window of {self.window}")
 
     def score(self, prompt):
         votes = prompt.last_rows.sum(1)[:, :prompt.n - self.window]  # [Hq, n - w]
+        if self.group_first:
+            votes = group_reduce(votes, self.model.kv_heads, self.group)
         pad = self.kernel // 2
         if self.pool == "max":
             votes = F.max_pool1d(votes[:, None], self.kernel, 1, pad)[:, 0]
         elif self.pool == "average":
             votes = F.avg_pool1d(votes[:, None], self.kernel, 1, pad)[:, 0]
-        return group_reduce(votes, self.model.kv_heads, self.group)
+        return votes if self.group_first else group_reduce(votes, self.model.kv_heads, self.group)
 
 
 class Knorm(Scored):

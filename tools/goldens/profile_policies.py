@@ -29,6 +29,7 @@ class HeteroCache(Full):
         self.stable = profile["stable"] if spec.get("allocation", True) else torch.ones(heads).double()
         self.least, self.fill = spec.get("least_stability", 0.05), spec.get("fill", True)
         self.recalls, self.beside = spec.get("retrieval", True), spec.get("asynchrony", True)
+        self.by_position = spec.get("recall_order", "score") == "position"  # of the largest satellite's tokens, as the code does
         self.coming = {}  # (layer, satellite) -> the tokens that come beside the next step
         self.base, self.overlaps, self.steps, self.own = {}, {}, {}, {}
 
@@ -99,13 +100,15 @@ class HeteroCache(Full):
                 continue
             self.decisions.setdefault((layer, kv), []).append(step)
             self.base[layer, kv], self.overlaps[layer, kv] = best, []
-            for other in range(self.model.kv_heads):
-                if self.role[layer, other] == SATELLITE and self.pivot[layer, other] == kv:
-                    fetched = top(score, self.own[layer, other])
-                    if self.beside:
-                        self.coming[layer, other] = fetched
-                    else:
-                        fetch(other, fetched)
+            satellites = [other for other in range(self.model.kv_heads)
+                          if self.role[layer, other] == SATELLITE and self.pivot[layer, other] == kv]
+            largest = max((self.own[layer, other] for other in satellites), default=0)
+            for other in satellites:
+                fetched = top(score, largest if self.by_position else self.own[layer, other])[:self.own[layer, other]]
+                if self.beside:
+                    self.coming[layer, other] = fetched
+                else:
+                    fetch(other, fetched)
         return kept
 
 

@@ -134,6 +134,7 @@ def decode(model, policy, caches, kept, position, token, result):
         pages.append(chosen)
         policy.attended(layer, q, cache.scored, kept[layer], shares)
         kept[layer] = policy.after(layer, kept[layer], [head.sum(0) / model.group for head in shares])
+        policy.finish_step(layer, cache.stored_k, cache.stored_v)
         x = model.after_attention(layer, x, attended.reshape(1, -1))
     result.kept.append([list(layer) for layer in kept])
     result.read.append(reads)

@@ -683,6 +683,11 @@ def test_budgets():
     scores = torch.tensor([[.9, .8, .7, .6, .5, .4], [.35, .2, .1, .05, .01, .001]])
     for floor, expected in ((.5, [5, 3]), (.2, [5, 2])):
         assert policies.split_budget({"tokens": 4, "split": "adakv", "floor": floor}, 0, 1, scores, 0) == expected
+    spec = {"tokens": 4, "split": "adakv", "floor": 0.2, "exact_total": True}  # 4.8 and 1.6
+    assert policies.split_budget(spec, 0, 1, scores, 0) == [6, 2]
+    spec = {"tokens": 128, "split": "pyramid", "exact_total": True}
+    kept = [policies.split_budget(spec, layer, 32, torch.zeros(1, 992), 8)[0] for layer in range(32)]
+    assert kept[0] == 242 and kept[31] == 14 and sum(kept) == 32 * 128
 
 
 def test_head_profile():

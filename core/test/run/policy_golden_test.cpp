@@ -79,7 +79,7 @@ PolicySpec spec_of(const json& p, Registry& registry) {
     // A division over layers beside the scorer that the reference divides for.
     const bool zigzag = s.name == "zigzagkv";
     std::map<std::string, ParamValue> of_split;
-    for (const char* name : {"mass", "floor", "tau1", "tau2", "window_counts"})
+    for (const char* name : {"mass", "floor", "tau1", "tau2", "window_counts", "each_head"})
       if (auto node = params.extract(name)) of_split.insert(std::move(node));
     if (!zigzag) of_split["window"] = params.at("window");
     s.split = use(registry, Role::budget, zigzag ? s.name : "cake_layers", of_split);
