@@ -28,6 +28,17 @@ PluginUse use(Registry& registry, Role role, const std::string& name, const std:
   return {role, name, resolve(registry.require(role, name), given)};
 }
 
+std::map<std::string, ParamValue> values_of(const json& map) {
+  std::map<std::string, ParamValue> params;
+  for (const auto& [name, value] : map.items()) {
+    if (value.is_boolean()) params[name] = value.get<bool>();
+    if (value.is_number_integer()) params[name] = value.get<std::int64_t>();
+    if (value.is_number_float()) params[name] = value.get<double>();
+    if (value.is_string()) params[name] = value.get<std::string>();
+  }
+  return params;
+}
+
 // Translates a policy of the golden file.
 PolicySpec spec_of(const json& p, Registry& registry) {
   PolicySpec s;
@@ -53,15 +64,11 @@ PolicySpec spec_of(const json& p, Registry& registry) {
   }
   if (p.contains("codec")) s.codec = use(registry, Role::codec, p["codec"], {});
   const auto params_of = [&](const json& map) {
-    std::map<std::string, ParamValue> params;
-    for (const auto& [key, value] : map.items()) {
-      if (key == "name" || key == "budget" || key == "codec" || key == "page_size" || key == "profile") continue;
-      const std::string name = key == "positions" && s.name == "streaming_llm" ? "rope" : key;
-      if (value.is_boolean()) params[name] = value.get<bool>();
-      if (value.is_number_integer()) params[name] = value.get<std::int64_t>();
-      if (value.is_number_float()) params[name] = value.get<double>();
-      if (value.is_string()) params[name] = value.get<std::string>();
-    }
+    json rest = map;
+    for (const char* key : {"name", "budget", "codec", "page_size", "profile"}) rest.erase(key);
+    auto params = values_of(rest);
+    if (s.name == "streaming_llm")
+      if (auto node = params.extract("positions")) node.key() = "rope", params.insert(std::move(node));
     return params;
   };
   std::map<std::string, ParamValue> params = params_of(p);
@@ -104,26 +111,32 @@ Profile profile_of(const json& p) {
   return out;
 }
 
-// Shows a profiler the prompts of a run with the full cache.
+// Shows a profiler a run with the full cache.
 class Watched final : public Policy {
  public:
   explicit Watched(Profiler& profiler) : profiler_(profiler) {}
   Needs needs() const override { return profiler_.needs(); }
   void attach(const Shape& shape, const BudgetAmount&, Workspace& w) override { profiler_.attach(shape, w); }
   void prefill(const LayerPrefill& kv, Edits&, Stream s) override { profiler_.prefill(kv, s); }
+  void observe(const LayerStep& step, Edits&, Stream s) override { profiler_.observe(step, s); }
+  void release(int slot) override { profiler_.release(slot); }
 
  private:
   Profiler& profiler_;
 };
 
-// The skew that InfiniGen's profiler finds in these tokens. The reference has one of its own.
-Profile skew_of(const std::shared_ptr<const Model>& model, const std::vector<int>& sample, Registry& registry) {
-  const PluginInfo& info = registry.require(Role::profiler, "infinigen_skew");
-  const auto profiler = create<Profiler>(info, resolve(info, {}));
+// What a profiler leaves of a prompt and the forced tokens behind it.
+Profile found_by(const PluginUse& use, const std::shared_ptr<const Model>& model, const std::vector<int>& prompt,
+                 const std::vector<int>& forced, int page_size, Registry& registry) {
+  const auto profiler = create<Profiler>(registry.require(Role::profiler, use.name), use.params);
   EngineOptions o;
-  o.max_tokens = static_cast<int>(sample.size());
+  o.max_tokens = static_cast<int>(prompt.size() + forced.size());
+  o.page_size = page_size;
   Engine engine(model, std::make_shared<Watched>(*profiler), o);
-  REQUIRE(engine.prefill(engine.open(), sample, true, {}) == Fit::ok);
+  const int slot = engine.open();
+  REQUIRE(engine.prefill(slot, prompt, true, {}) == Fit::ok);
+  for (const int& token : forced) REQUIRE(engine.step({slot}, {&token, 1}, {}) == Fit::ok);
+  engine.close(slot);
   Profile out;
   profiler->finish(out);
   return out;
@@ -273,7 +286,8 @@ TEST_CASE("policies keep, read and predict what the reference does") {
     PolicySpec spec = spec_of(c["policy"], registry);
     Profile profile = profile_of(c["policy"]);
     if (c["policy"].contains("sample"))
-      profile = skew_of(model, c["policy"]["sample"].get<std::vector<int>>(), registry);
+      profile = found_by(use(registry, Role::profiler, "infinigen_skew", {}), model,
+                         c["policy"]["sample"].get<std::vector<int>>(), {}, 16, registry);
     if (c["policy"].contains("sample") || (spec.split && spec.split->name == "head_profile"))
       profile = through_file(profile, *model, spec.page_size);
     if (!profile.empty()) spec.profile = "golden";
@@ -331,6 +345,32 @@ TEST_CASE("policies keep, read and predict what the reference does") {
     }
     check_kept(c["kept_end"], engine, slot);
     engine.store().check_invariants();
+  }
+}
+
+// tools/goldens/head_profiles.py. Near ties of its texts were ruled out, so that sets, votes and roles are equal.
+TEST_CASE("profilers find the heads that the reference finds") {
+  std::ifstream in(test::golden("policies/head_profiles.json"));
+  const json golden = json::parse(in);
+  const auto model = load_model(*open_checkpoint(test::golden(golden["model"])), DType::f32, "recall");
+  Registry registry;
+  CHECK(golden["cases"].size() == 4);
+  for (const json& c : golden["cases"]) {
+    const std::string name = c["name"];
+    const Profile found = found_by(use(registry, Role::profiler, name, values_of(c["params"])), model, c["prompt"],
+                                   c["forced"], golden["page_size"], registry);
+    for (const auto& [array, rows] : c["arrays"].items()) {
+      CAPTURE(name, array);
+      const ProfileArray& mine = found.at(array);
+      REQUIRE(mine.extent == std::vector<std::int64_t>{model->config.layers, model->config.kv_heads});
+      const bool whole = rows[0][0].is_number_integer();
+      std::size_t at = 0;
+      for (const json& row : rows)
+        for (const json& wanted : row) {
+          CAPTURE(at);
+          CHECK(std::abs(mine.values[at++] - wanted.get<double>()) <= (whole ? 0 : 1e-5));
+        }
+    }
   }
 }
 
