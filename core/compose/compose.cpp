@@ -171,6 +171,9 @@ class ComposedPolicy final : public Policy,
     due_.assign(rows, 0);
     if (parts_.compress_prompt) due_ = last_;
     if (parts_.selector) parts_.selector->prefill(kv, s);
+    const int least = parts_.selector ? selector_needs_.min_pages() * shape_.page_size : 0;
+    for (std::size_t r = 0; kv.layer == 0 && r < rows; ++r)
+      if (last_[r] && kv.position[r] >= least) warn_of_short(total(kv.position[r]), least, "reads");
     if (injector_) injector_->begin(kv, s);
     if (over_layers_) {
       parts_.scorer->observe(over_layers_->for_scorer(kv), s);
@@ -330,12 +333,13 @@ class ComposedPolicy final : public Policy,
     return fmt::format(": {}at least {} bytes", layers, state_bytes_ + dense + others);
   }
 
-  // Says that a scorer's ratio is not obeyed in a sequence that is shorter than the longest one. All have one text.
-  void warn_of_short(int tokens, Pins pins) const {
-    if (amount_.kind == BudgetAmount::ratio && pins.first + pins.last > tokens)
-      log::warn("got a ratio that gives a sequence less than the " + std::to_string(pins.first + pins.last) +
-                " tokens that '" + parts_.name + "' always keeps");
+  // Says that a ratio is not obeyed in a sequence that is shorter than the longest one. All have one text.
+  void warn_of_short(int tokens, int least, const char* does) const {
+    if (amount_.kind == BudgetAmount::ratio && least > tokens)
+      log::warn(fmt::format("got a ratio that gives a sequence less than the {} tokens that '{}' always {}", least,
+                            parts_.name, does));
   }
+  void warn_of_short(int tokens, Pins pins) const { warn_of_short(tokens, pins.first + pins.last, "keeps"); }
 
   static bool any(const std::vector<std::uint8_t>& mask) {
     return std::count(mask.begin(), mask.end(), 0) < std::ssize(mask);

@@ -249,21 +249,27 @@ TEST_CASE("a budget that cannot be obeyed is refused: below what is always kept,
                     Catch::Contains("got a budget of 8 tokens per KV head in the longest sequence, of 64, " + kept));
   CHECK(said(pinned, {BudgetAmount::ratio, 0.25}).empty());
   // A shorter sequence gets less. That is said, and its pins stay.
-  EngineOptions o;
-  o.max_tokens = 64, o.page_size = 8, o.slots = 2;
-  o.budget = {BudgetAmount::ratio, 0.25};
-  Composition parts;
-  pinned(parts);
-  parts.name = "some";
-  const log::Collected all;
-  Engine engine(tiny(), compose(std::move(parts)), o);
-  for (const int length : {48, 40, 40}) {
-    const int slot = engine.open();
-    REQUIRE(engine.prefill(slot, std::vector<int>(static_cast<std::size_t>(length), 3), true, {}) == Fit::ok);
-    CHECK(engine.store().length(0, slot, 0) == 12);
-    engine.close(slot);
-  }
-  CHECK(all.warnings() == Lines{"got a ratio that gives a sequence less than the 12 tokens that 'some' always keeps"});
+  const auto said_of = [](auto make, double ratio, std::vector<int> lengths, int stay) {
+    EngineOptions o;
+    o.max_tokens = 64, o.page_size = 8, o.slots = 2;
+    o.budget = {BudgetAmount::ratio, ratio};
+    Composition parts;
+    make(parts);
+    parts.name = "some";
+    const log::Collected all;
+    Engine engine(tiny(), compose(std::move(parts)), o);
+    for (const int length : lengths) {
+      const int slot = engine.open();
+      REQUIRE(engine.prefill(slot, std::vector<int>(static_cast<std::size_t>(length), 3), true, {}) == Fit::ok);
+      CHECK(engine.store().length(0, slot, 0) == (stay > 0 ? stay : length));
+      engine.close(slot);
+    }
+    return all.warnings();
+  };
+  const std::string short_of = "got a ratio that gives a sequence less than the ";
+  CHECK(said_of(pinned, 0.25, {48, 40, 40}, 12) == Lines{short_of + "12 tokens that 'some' always keeps"});
+  CHECK(said_of(least, 0.375, {64, 20}, 0).empty());  // what it reads of 20 tokens is all of them
+  CHECK(said_of(least, 0.375, {40, 40}, 0) == Lines{short_of + "24 tokens that 'some' always reads"});
   const std::string read = "wanted at least the 24 that are always read, 3 pages of 8";
   CHECK_THROWS_WITH(said(least, {BudgetAmount::tokens, 23}), Catch::Contains("got a budget of 23 tokens, " + read));
   CHECK(said(least, {BudgetAmount::tokens, 24}).empty());
