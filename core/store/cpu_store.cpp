@@ -213,7 +213,7 @@ Fit CpuStore::take_pages(int layer, int slot, int tokens) {
   return Fit::ok;
 }
 
-Fit CpuStore::append(int layer, int slot, const float* k, const float* v, int tokens, int first) {
+Fit CpuStore::append(int layer, int slot, const float* k, const float* v, int tokens, int first, Bits bits) {
   const Shape& s = options_.shape;
   if (tokens <= 0) return Fit::ok;
   while (take_pages(layer, slot, tokens) != Fit::ok)
@@ -231,13 +231,23 @@ Fit CpuStore::append(int layer, int slot, const float* k, const float* v, int to
     lengths_[head_index(layer, slot, head)] = end;
   }
   const std::int64_t row = std::int64_t{s.kv_heads} * s.head_dim;
+  // Heads may begin at different places of their pages, so some units of a page's tokens are empty.
+  const int most = tokens / s.page_size + 2;
 #pragma omp parallel for schedule(static) if (tokens > 16)
-  for (int i = 0; i < tokens; ++i)
-    for (int head = 0; head < s.kv_heads; ++head) {
-      const Place p = place(layer, slot, head, length(layer, slot, head) - tokens + i);
-      const std::int64_t at = i * row + std::int64_t{head} * s.head_dim;
-      ops::write_token(p.frame, *p.layout, p.offset, k + at, v + at, first + i);
-    }
+  for (int unit = 0; unit < s.kv_heads * most; ++unit) {
+    const int head = unit % s.kv_heads, end = length(layer, slot, head), begin = end - tokens,
+              page = begin / s.page_size + unit / s.kv_heads, from = std::max(begin, page * s.page_size),
+              to = std::min(end, (page + 1) * s.page_size);
+    if (from >= to) continue;
+    const Place p = place(layer, slot, head, from);
+    const std::int64_t at = (from - begin) * row + std::int64_t{head} * s.head_dim,
+                       of_head = (std::int64_t{head} * tokens + from - begin) * s.head_dim;
+    const PageLayout& l = *p.layout;
+    if (bits.k && l.dtype == DType::bf16 && !l.codec.k.bits && !l.codec.v.bits)
+      ops::write_tokens(p.frame, l, p.offset, to - from, bits.k + of_head, bits.v + of_head, first + from - begin);
+    else
+      ops::write_tokens(p.frame, l, p.offset, to - from, k + at, v + at, row, first + from - begin);
+  }
   if (options_.summary != Summary::none)
     for (int head = 0; head < s.kv_heads; ++head) {
       const int end = length(layer, slot, head);

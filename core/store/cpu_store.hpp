@@ -30,7 +30,15 @@ class CpuStore final : public Store {
 
   // Stores k, v [token, kv_head, head_dim] f32 at text positions first, first + 1, ... Keys are already rotated where
   // the regime stores them so. Changes nothing if it does not fit.
-  Fit append(int layer, int slot, const float* k, const float* v, int tokens, int first);
+  // `bits`: the same numbers in bf16 [kv_head, token, head_dim], if the caller has them; pages that hold bf16 copy
+  // them.
+  struct Bits {
+    const std::uint16_t *k = nullptr, *v = nullptr;
+  };
+  Fit append(int layer, int slot, const float* k, const float* v, int tokens, int first) {
+    return append(layer, slot, k, v, tokens, first, {});
+  }
+  Fit append(int layer, int slot, const float* k, const float* v, int tokens, int first, Bits bits);
 
   std::vector<std::byte> save(int slot) const override;
   Fit restore(int slot, const std::vector<std::byte>& snapshot) override;

@@ -78,8 +78,7 @@ void encode(const float* x, int dim, DType dtype, std::byte* row) {
     auto* to = reinterpret_cast<std::uint16_t*>(row);
     for (int d = 0; d < dim; ++d) to[d] = float_to_half(x[d]);
   } else {
-    auto* to = reinterpret_cast<bf16*>(row);
-    for (int d = 0; d < dim; ++d) to[d] = bf16(x[d]);
+    row_kernels().to_bf16(x, dim, reinterpret_cast<std::uint16_t*>(row));
   }
 }
 
@@ -183,13 +182,43 @@ PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim
   return l;
 }
 
+namespace {
+
+// Sets the text positions of a run of tokens, and zeroes their state.
+void begin_tokens(std::byte* frame, const PageLayout& l, int offset, int count, std::int32_t position) {
+  for (int t = 0; t < count; ++t) {
+    const std::int32_t at = position + t;
+    std::memcpy(frame + l.positions + std::int64_t{offset + t} * 4, &at, 4);
+  }
+  for (int c = 0; c < l.state_columns; ++c)
+    std::memset(frame + l.state + (std::int64_t{c} * l.page_size + offset) * 4, 0, static_cast<std::size_t>(count) * 4);
+}
+
+}  // namespace
+
+void write_tokens(std::byte* frame, const PageLayout& l, int offset, int count, const float* k, const float* v,
+                  std::int64_t stride, std::int32_t position) {
+  for (int t = 0; t < count; ++t) {
+    write_row(frame, l, true, offset + t, k + t * stride);
+    write_row(frame, l, false, offset + t, v + t * stride);
+  }
+  begin_tokens(frame, l, offset, count, position);
+}
+
+void write_tokens(std::byte* frame, const PageLayout& l, int offset, int count, const std::uint16_t* k,
+                  const std::uint16_t* v, std::int32_t position) {
+  if (l.dtype != DType::bf16 || l.codec.k.bits || l.codec.v.bits)
+    fail(Errc::internal, "write_tokens",
+         "got bits of bf16 for pages of codes or of another type, wanted pages of bf16");
+  const auto bytes = static_cast<std::size_t>(count * row_bytes(l, true));
+  std::memcpy(frame + row_offset(l, true, offset), k, bytes);
+  std::memcpy(frame + row_offset(l, false, offset), v, bytes);
+  begin_tokens(frame, l, offset, count, position);
+}
+
 void write_token(std::byte* frame, const PageLayout& l, int offset, const float* k, const float* v,
                  std::int32_t position) {
-  write_row(frame, l, true, offset, k);
-  write_row(frame, l, false, offset, v);
-  std::memcpy(frame + l.positions + std::int64_t{offset} * 4, &position, 4);
-  for (int c = 0; c < l.state_columns; ++c)
-    std::memset(frame + l.state + (std::int64_t{c} * l.page_size + offset) * 4, 0, 4);
+  write_tokens(frame, l, offset, 1, k, v, 0, position);
 }
 
 bool write_row(std::byte* frame, const PageLayout& l, KvSide side, int offset, const float* x) {

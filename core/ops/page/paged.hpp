@@ -18,6 +18,13 @@ PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim
 // zeroes its state columns. CodecSide says how codes come about. A codec of axis channel is Errc::internal.
 void write_token(std::byte* frame, const PageLayout& l, int offset, const float* k, const float* v,
                  std::int32_t position);
+// The same for `count` tokens at the places from `offset` on, with text positions from `position` on. stride: floats
+// from a token's k and v to the next one's.
+void write_tokens(std::byte* frame, const PageLayout& l, int offset, int count, const float* k, const float* v,
+                  std::int64_t stride, std::int32_t position);
+// The same of bf16 bits [token, head_dim], for pages that hold bf16 numbers and no codes.
+void write_tokens(std::byte* frame, const PageLayout& l, int offset, int count, const std::uint16_t* k,
+                  const std::uint16_t* v, std::int32_t position);
 
 // Encodes the key or value x, f32 [head_dim], alone, as write_token does. Returns whether a stored byte changed.
 bool write_row(std::byte* frame, const PageLayout& l, KvSide side, int offset, const float* x);

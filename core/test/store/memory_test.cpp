@@ -143,6 +143,38 @@ TEST_CASE("resident memory falls when a sequence closes and when tokens leave") 
   CHECK(resident_bytes() - before < (8 << 20) + static_cast<std::int64_t>(zero.size() * 4));
 }
 
+TEST_CASE("pages take the bits of bf16 rows where they store bf16, and the rows themselves elsewhere") {
+  const auto [dtype, bits] =
+      GENERATE(table<DType, std::uint8_t>({{DType::bf16, 0}, {DType::bf16, 8}, {DType::f32, 0}}));
+  StoreFixture f;
+  f.options.shape.dtype = dtype;
+  f.options.codecs = {CodecSpec{{bits}, {bits}}};
+  const Shape& s = f.options.shape;
+  constexpr int tokens = 21;
+  std::mt19937 random(5);
+  std::normal_distribution<float> normal;
+  std::vector<float> rows[2];
+  std::vector<std::uint16_t> half[2];
+  for (int side = 0; side < 2; ++side) {
+    for (int i = 0; i < tokens * s.kv_heads * s.head_dim; ++i)
+      rows[side].push_back(static_cast<float>(bf16(normal(random))));
+    for (int head = 0; head < s.kv_heads; ++head)
+      for (int t = 0; t < tokens; ++t)
+        for (int d = 0; d < s.head_dim; ++d)
+          half[side].push_back(bf16(rows[side][(t * s.kv_heads + head) * s.head_dim + d]).bits);
+  }
+  CpuStore plain(f.options), copied(f.options);
+  for (CpuStore* store : {&plain, &copied}) {
+    const int slot = store->open();
+    const CpuStore::Bits given = store == &copied ? CpuStore::Bits{half[0].data(), half[1].data()} : CpuStore::Bits{};
+    for (int layer = 0; layer < s.layers; ++layer)
+      REQUIRE(store->append(layer, slot, rows[0].data(), rows[1].data(), tokens, 0, given) == Fit::ok);
+    store->advance(slot, tokens, false);
+    store->check_invariants();
+  }
+  CHECK(copied.save(0) == plain.save(0));
+}
+
 TEST_CASE("what does not fit is a value, changes nothing and breaks nothing") {
   StoreFixture f;
   f.options.summary = Summary::min_max;

@@ -80,6 +80,42 @@ TEST_CASE("layouts: aligned segments that do not overlap") {
   CHECK_THROWS_AS(ops::make_layout(DType::f32, {}, 0, 64, 0), Error);
 }
 
+TEST_CASE("a run of tokens is written as its tokens one by one, and bits of bf16 as the numbers they stand for") {
+  const auto [dtype, codec] = GENERATE(table<DType, CodecSpec>(
+      {{DType::f32, {}}, {DType::bf16, {}}, {DType::f16, {}}, {DType::bf16, int8}, {DType::f32, {{4}, {0}}}}));
+  constexpr int size = 8, dim = 24, heads = 3, count = 5, offset = 2, first = 100;
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  std::vector<float> k(count * heads * dim), v(k.size());
+  std::vector<std::uint16_t> k_bits, v_bits;
+  for (std::vector<float>* numbers : {&k, &v})
+    for (float& x : *numbers) x = static_cast<float>(bf16(normal(random)));
+  Page one(dtype, codec, size, dim, 2), run(dtype, codec, size, dim, 2), of_bits(dtype, codec, size, dim, 2);
+  for (int head = 0; head < heads; ++head) {
+    const int at = head * dim;
+    for (int t = 0; t < count; ++t)
+      ops::write_token(one.frame.data(), one.layout, offset + t, k.data() + t * heads * dim + at,
+                       v.data() + t * heads * dim + at, first + t);
+    ops::write_tokens(run.frame.data(), run.layout, offset, count, k.data() + at, v.data() + at, heads * dim, first);
+    CHECK(run.frame == one.frame);
+    k_bits.clear(), v_bits.clear();
+    for (int t = 0; t < count; ++t)
+      for (int d = 0; d < dim; ++d) {
+        k_bits.push_back(bf16(k[t * heads * dim + at + d]).bits);
+        v_bits.push_back(bf16(v[t * heads * dim + at + d]).bits);
+      }
+    const auto write_bits = [&] {
+      ops::write_tokens(of_bits.frame.data(), of_bits.layout, offset, count, k_bits.data(), v_bits.data(), first);
+    };
+    if (dtype != DType::bf16 || codec.k.bits) {
+      CHECK_THROWS_WITH(write_bits(), Catch::Contains("wanted pages of bf16"));
+      continue;
+    }
+    write_bits();
+    CHECK(of_bits.frame == one.frame);
+  }
+}
+
 TEST_CASE("layouts: bytes of a token as LeanKV's card counts them") {
   const auto bytes = [](CodecSpec codec) { return ops::make_layout(DType::bf16, codec, 16, 128, 1).bytes / 16; };
   CHECK(bytes({{8}, {8}}) == 272);
