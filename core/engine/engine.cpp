@@ -63,6 +63,7 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   const bool rounds = needs.host_pages() && !s.codecs.front().stores_as(s.host_codec);
   s.spill = rounds ? Spill::always : o.spill;
   s.copy_by_host = o.copy_by_host;
+  s.keeps_memory = o.rows != nullptr;  // questions follow each other fast
   return s;
 }
 

@@ -20,7 +20,7 @@ bool poison_frames() {
   return on;
 }
 
-Arena::Arena(std::int64_t reserve, std::int64_t limit) : limit_(limit) {
+Arena::Arena(std::int64_t reserve, std::int64_t limit, bool keeps_memory) : keeps_memory_(keeps_memory), limit_(limit) {
   const std::int64_t count = (reserve + extent_bytes - 1) / extent_bytes + 1;
   reserve_ = count * extent_bytes;
   if (reserve_ / granule_bytes > INT32_MAX)
@@ -88,7 +88,7 @@ void Arena::free(std::int32_t frame, std::int64_t bytes) {
   if (--e.used == 0) {
     open.erase(id);
     e.frame_bytes = 0;
-    discard_extent(id);
+    if (!keeps_memory_) discard_extent(id);
     empty_.insert(id);
   } else {
     open.insert(id);

@@ -1,5 +1,6 @@
 // The memory of one tier: frames of a few sizes, addressed in granules of 128 bytes from one base. An extent holds
-// frames of one size. An empty extent goes back to the operating system, so resident memory follows held().
+// frames of one size. An empty extent goes back to the operating system, so resident memory follows held(). An arena
+// that keeps its memory leaves it for the frames to come.
 #pragma once
 #include <kvlab/kv.hpp>
 
@@ -20,7 +21,7 @@ inline constexpr int poison_byte = 0xff;
 class Arena {
  public:
   // reserve: bytes of address space. limit: bytes of frames that may be held at once; -1 = reserve.
-  Arena(std::int64_t reserve, std::int64_t limit);
+  Arena(std::int64_t reserve, std::int64_t limit, bool keeps_memory = false);
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
@@ -47,6 +48,7 @@ class Arena {
   int take_extent(std::int64_t frame_bytes);
   void discard_extent(int id);
 
+  bool keeps_memory_;
   MappedArray memory_;
   std::byte* base_ = nullptr;  // the first huge page boundary in memory_
   std::int64_t reserve_ = 0, limit_ = 0, held_ = 0;

@@ -42,9 +42,9 @@ CpuStore::CpuStore(const StoreOptions& options)
     : Store(options, Stream::cpu()),
       layouts_(make_layouts(options)),
       host_layout_(frame_layout(options, options.host_codec)),
-      device_(worst_case(options.shape, widest(layouts_)), options.device_limit),
+      device_(worst_case(options.shape, widest(layouts_)), options.device_limit, options.keeps_memory),
       host_(worst_case(options.shape, host_layout_.bytes),
-            std::min(worst_case(options.shape, host_layout_.bytes), host_tier_limit(options))) {
+            std::min(worst_case(options.shape, host_layout_.bytes), host_tier_limit(options)), options.keeps_memory) {
   const std::size_t heads = heads_of(options.shape);
   const StoreBytes taken = bytes(options);
   for (auto& t : table_) t.resize(heads * pages_per_head_);

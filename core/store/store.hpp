@@ -59,6 +59,7 @@ struct StoreOptions {
   // On a GPU the host reads the list of pages that a place edit moves, and copies each with a memcpy. It is for
   // comparisons: the host waits for the device in each edit.
   bool copy_by_host = false;
+  bool keeps_memory = false;     // on the CPU memory of pages that leave stays for others, until the store goes
   bool all_layers = false;       // view_all, and edits of all layers
   bool planned_on_host = false;  // see Needs::planned_on_host
   bool functional = false;       // rewrite needs it; see Needs::functional

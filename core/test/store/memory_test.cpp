@@ -143,6 +143,27 @@ TEST_CASE("resident memory falls when a sequence closes and when tokens leave") 
   CHECK(resident_bytes() - before < (8 << 20) + static_cast<std::int64_t>(zero.size() * 4));
 }
 
+TEST_CASE("an arena that keeps its memory gives it to later frames, and none goes back before the arena does") {
+  constexpr std::int64_t bytes = 32 << 20;
+  for (const bool keeps : {false, true}) {
+    Arena arena(bytes, -1, keeps);
+    const std::int64_t before = resident_bytes();
+    for (const std::int64_t frame : {4096, 8192}) {  // the same extents for frames of another size
+      std::vector<std::int32_t> frames;
+      for (std::int64_t taken = 0; taken < bytes; taken += frame) frames.push_back(arena.allocate(frame));
+      REQUIRE(std::ranges::count(frames, null_frame) == 0);
+      for (const std::int32_t f : frames) std::memset(arena.at(f), 1, static_cast<std::size_t>(frame));
+      for (const std::int32_t f : frames) arena.free(f, frame);
+      CHECK(arena.held() == 0);
+      const std::int64_t resident = resident_bytes() - before;
+      if (keeps)
+        CHECK((resident > bytes * 7 / 8 && resident < bytes * 9 / 8));
+      else
+        CHECK(resident < bytes / 8);
+    }
+  }
+}
+
 TEST_CASE("pages take the bits of bf16 rows where they store bf16, and the rows themselves elsewhere") {
   const auto [dtype, bits] =
       GENERATE(table<DType, std::uint8_t>({{DType::bf16, 0}, {DType::bf16, 8}, {DType::f32, 0}}));
