@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <kvlab/error.hpp>
@@ -34,6 +35,13 @@ void discard_memory(std::byte* base, std::int64_t bytes) {
 
 void prefer_huge_pages(std::byte* base, std::int64_t bytes, bool on) noexcept {
   madvise(base, static_cast<std::size_t>(bytes), on ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+}
+
+void prefer_huge_pages_within(void* base, std::int64_t bytes) noexcept {
+  const auto address = reinterpret_cast<std::uintptr_t>(base);
+  const auto skipped = static_cast<std::int64_t>((huge_page_bytes - address % huge_page_bytes) % huge_page_bytes);
+  const std::int64_t whole = (bytes - skipped) / huge_page_bytes * huge_page_bytes;
+  if (whole > 0) prefer_huge_pages(static_cast<std::byte*>(base) + skipped, whole, true);
 }
 
 void protect_memory(std::byte* base, std::int64_t bytes, bool on) {

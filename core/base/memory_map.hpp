@@ -11,6 +11,8 @@ void discard_memory(std::byte* base, std::int64_t bytes);           // contents 
 // Advises the kernel to back the range with huge pages (whole ones inside it), or not to. With small pages, scattered
 // reads of a cache spend a fifth of their time in TLB misses.
 void prefer_huge_pages(std::byte* base, std::int64_t bytes, bool on) noexcept;
+// Advises so for the whole pages inside a range that need not be aligned and was not touched yet.
+void prefer_huge_pages_within(void* base, std::int64_t bytes) noexcept;
 inline constexpr std::int64_t huge_page_bytes = 2 << 20;
 void protect_memory(std::byte* base, std::int64_t bytes, bool on);  // on: any access faults
 std::int64_t resident_bytes();                                      // of this process, now

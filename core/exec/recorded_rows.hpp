@@ -13,6 +13,13 @@ class RecordedRows {
   // recording lacks.
   virtual void read(int layer, std::int64_t first, std::int64_t n, float* queries, float* keys,
                     float* values) const = 0;
+  // The same rows of the prompt's tokens, where they lie. Valid until another sequence is recorded here.
+  struct Prompt {
+    const float *queries, *keys, *values;
+    const std::uint16_t *key_bits, *value_bits;  // the same in bf16 [KV head, token, head_dim]; null of f32
+    std::int64_t tokens;
+  };
+  virtual Prompt prompt(int layer) const = 0;
   // [query head, prompt token] attention mass of the prompt, summed over its queries.
   virtual std::span<const float> prompt_mass(int layer) const = 0;
 };

@@ -12,6 +12,7 @@ class ReplayExecutor final : public CpuExecutor {
   ReplayExecutor(std::shared_ptr<const Model> model, CpuStore& store, const RecordedRows& rows);
 
  protected:
+  void begin(std::span<const int> tokens, const std::vector<std::int32_t>& position, Phase phase) override;
   void embed(std::int64_t rows) override;
   void project(int layer, std::int64_t rows) override;
   // Errc::config for a chunk that is not the whole prompt: mass was summed over all queries.
@@ -23,7 +24,15 @@ class ReplayExecutor final : public CpuExecutor {
   void rotate_token(int layer, int slot, std::int64_t row, std::int64_t ahead) override;
 
  private:
+  // Of RoPE at a position below max_tokens, the other way round with `back`.
+  struct Angle {
+    const float *cosine, *sine;
+  };
+  Angle angle(std::int64_t position, bool back) const;
+
   const RecordedRows& recorded_;
+  std::vector<float> turns_;  // [position, 3, head_dim / 2] cosine, sine and -sine, where RoPE goes by rank
+  bool in_place_ = false;     // the call's rows are a prompt's, as they lie in the recording
 };
 
 }  // namespace kvlab

@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "base/memory_map.hpp"
 #include "result/cell_file.hpp"
 #include "result/sealed.hpp"
 
@@ -37,12 +38,28 @@ std::vector<std::uint16_t> bits_of(const std::vector<float>& values) {
 std::vector<float> values_of(const std::vector<std::uint16_t>& bits) {
   std::vector<float> values;
   values.reserve(bits.size());
+  prefer_huge_pages_within(values.data(), static_cast<std::int64_t>(bits.size() * sizeof(float)));
   for (const std::uint16_t b : bits) {
     bf16 x;
     x.bits = b;
     values.push_back(static_cast<float>(x));
   }
   return values;
+}
+
+// Bits [layer, token, KV head, head_dim] of the first `tokens` tokens, as RecordedLayers::key_bits has them.
+std::vector<std::uint16_t> by_head(const std::vector<std::uint16_t>& bits, std::int64_t tokens, const ModelConfig& c) {
+  const std::int64_t layer_size = std::ssize(bits) / c.layers, row = std::int64_t{c.kv_heads} * c.head_dim;
+  std::vector<std::uint16_t> out;
+  out.reserve(static_cast<std::size_t>(c.layers * tokens * row));
+  prefer_huge_pages_within(out.data(), static_cast<std::int64_t>(out.capacity() * sizeof out[0]));
+  for (int layer = 0; layer < c.layers; ++layer)
+    for (int head = 0; head < c.kv_heads; ++head)
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        const auto from = bits.begin() + layer * layer_size + t * row + std::int64_t{head} * c.head_dim;
+        out.insert(out.end(), from, from + c.head_dim);
+      }
+  return out;
 }
 
 // The extents of a case's arrays.
@@ -217,16 +234,25 @@ std::shared_ptr<const RecordedLayers> Recording::layers(std::size_t number) cons
   if (const auto found = kept_.find(number); found != kept_.end()) return found->second;
   const h5::File file = h5::File::open(path_);  // its bytes were checked before
   const h5::Location at = file.group(group_of(number));
-  const auto rows = [&](const char* name) {
-    return head_.model->dtype == DType::bf16 ? values_of(at.read_u16(name, 4)) : at.read_f32(name, 4);
+  auto read = std::make_shared<RecordedLayers>();
+  std::int64_t bytes = 0;
+  const auto count = [&](const auto& array) { bytes += static_cast<std::int64_t>(array.size() * sizeof array[0]); };
+  const auto rows = [&](const char* name, std::vector<float>& values, std::vector<std::uint16_t>* kept) {
+    if (head_.model->dtype == DType::bf16) {
+      const std::vector<std::uint16_t> bits = at.read_u16(name, 4);
+      values = values_of(bits);
+      if (kept) count(*kept = by_head(bits, std::ssize(cases_[number].prompt), head_.model->config));
+    } else {
+      values = at.read_f32(name, 4);
+    }
+    count(values);
   };
-  auto out = std::make_shared<const RecordedLayers>(RecordedLayers{rows("prompt_queries"),
-                                                                   at.read_f32("step_queries", 4), rows("keys"),
-                                                                   rows("values"), at.read_f32("prompt_mass", 3)});
-  std::size_t numbers = 0;
-  for (const auto* array : {&out->prompt_queries, &out->step_queries, &out->keys, &out->values, &out->prompt_mass})
-    numbers += array->size();
-  const auto bytes = static_cast<std::int64_t>(numbers * sizeof(float));
+  rows("prompt_queries", read->prompt_queries, nullptr);
+  rows("keys", read->keys, &read->key_bits);
+  rows("values", read->values, &read->value_bits);
+  count(read->step_queries = at.read_f32("step_queries", 4));
+  count(read->prompt_mass = at.read_f32("prompt_mass", 3));
+  std::shared_ptr<const RecordedLayers> out = std::move(read);
   if (kept_bytes_ + bytes > most_kept) return out;
   kept_bytes_ += bytes;
   return kept_[number] = std::move(out);

@@ -40,7 +40,10 @@ struct RecordedLayers {
   std::vector<float> prompt_queries;  // [layer, prompt token, query head, head_dim], in the file in the model's dtype
   std::vector<float> step_queries;    // [layer, decode step, query head, head_dim], in the file in f32
   std::vector<float> keys, values;    // [layer, token, KV head, head_dim], in the file in the model's dtype
-  std::vector<float> prompt_mass;     // [layer, query head, prompt token] summed over the prompt's queries
+  // Those of the prompt's tokens again, as pages take them: bf16 [layer, KV head, prompt token, head_dim]. Read from a
+  // file in bf16; else empty.
+  std::vector<std::uint16_t> key_bits, value_bits;
+  std::vector<float> prompt_mass;  // [layer, query head, prompt token] summed over the prompt's queries
 };
 
 // Bytes of a case's numbers, before any are deflated.

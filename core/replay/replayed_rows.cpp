@@ -33,6 +33,22 @@ void ReplayedRows::read(int layer, std::int64_t first, std::int64_t n, float* qu
   std::copy_n(layers_->values.data() + entry, n * key, values);
 }
 
+RecordedRows::Prompt ReplayedRows::prompt(int layer) const {
+  const ModelConfig& m = recording_->head().model->config;
+  const RecordedCase& c = of(used_);
+  const auto tokens = static_cast<std::int64_t>(c.prompt.size());
+  const std::int64_t entry = layer * c.tokens() * m.kv_heads * m.head_dim;
+  const RecordedLayers& l = *layers_;
+  const std::int64_t of_prompt = layer * tokens * m.kv_heads * m.head_dim;
+  const auto bits = [&](const std::vector<std::uint16_t>& of) { return of.empty() ? nullptr : of.data() + of_prompt; };
+  return {l.prompt_queries.data() + layer * tokens * m.heads * m.head_dim,
+          l.keys.data() + entry,
+          l.values.data() + entry,
+          bits(l.key_bits),
+          bits(l.value_bits),
+          tokens};
+}
+
 std::span<const float> ReplayedRows::prompt_mass(int layer) const {
   const auto of_layer = static_cast<std::size_t>(recording_->head().model->config.heads) * of(used_).prompt.size();
   return std::span(layers_->prompt_mass).subspan(static_cast<std::size_t>(layer) * of_layer, of_layer);

@@ -17,10 +17,12 @@ class ReplayedRows final : public RecordedRows {
 
   const Recording& recording() const { return *recording_; }
   const RecordedCase& of(std::size_t i) const { return recording_->cases()[cases_[i]]; }
+  std::size_t number(std::size_t i) const { return cases_[i]; }  // of the recording
   std::size_t count() const { return cases_.size(); }
   void use(std::size_t i);  // the sequence that runs next is this case
 
   void read(int layer, std::int64_t first, std::int64_t n, float* queries, float* keys, float* values) const override;
+  Prompt prompt(int layer) const override;
   std::span<const float> prompt_mass(int layer) const override;
 
  private:

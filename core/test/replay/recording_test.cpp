@@ -160,6 +160,23 @@ TEST_CASE("a recording gives back every query, key and value that attention saw"
             wrong += v[i] != stored(both.value(layer, t, h, d));
           }
     }
+  for (int layer = 0; layer < m.layers; ++layer) {
+    const RecordedRows::Prompt prompt = rows.prompt(layer);
+    REQUIRE(prompt.tokens == Both::prompt_tokens);
+    std::vector<float> q(static_cast<std::size_t>(Both::prompt_tokens * m.heads * m.head_dim)),
+        k(static_cast<std::size_t>(Both::prompt_tokens * m.kv_heads * m.head_dim)), v(k.size());
+    rows.read(layer, 0, Both::prompt_tokens, q.data(), k.data(), v.data());
+    wrong += !std::equal(q.begin(), q.end(), prompt.queries);
+    wrong += !std::equal(k.begin(), k.end(), prompt.keys);
+    wrong += !std::equal(v.begin(), v.end(), prompt.values);
+    REQUIRE((prompt.key_bits && prompt.value_bits) == (dtype == DType::bf16));
+    for (int h = 0, at = 0; prompt.key_bits && h < m.kv_heads; ++h)
+      for (int t = 0; t < Both::prompt_tokens; ++t)
+        for (int d = 0; d < m.head_dim; ++d, ++at) {
+          const auto i = static_cast<std::size_t>((t * m.kv_heads + h) * m.head_dim + d);
+          wrong += bf16(k[i]).bits != prompt.key_bits[at] || bf16(v[i]).bits != prompt.value_bits[at];
+        }
+  }
   CHECK(wrong == 0);
   std::vector<float> to(1000);
   CHECK_THROWS_WITH(rows.read(0, all, 1, to.data(), to.data(), to.data()), Catch::Contains("as many as were recorded"));
