@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -91,7 +92,7 @@ class Location {
 
   // Columns of equal length. Units become the attribute `units`, one string per column.
   void write_table(const std::string& name, const std::vector<Column>& columns) const;
-  bool has_column(const std::string& name, const std::string& column) const;  // of a table
+  std::set<std::string> columns_of(const std::string& name) const;  // names of a table's columns
   // Fills the given columns (name and type set) by name; a missing column or another type class is an error.
   void read_table(const std::string& name, std::vector<Column>& columns) const;
 

@@ -98,9 +98,17 @@ void Location::write_table(const std::string& name, const std::vector<Column>& c
   set_attribute(name, "units", units);
 }
 
-bool Location::has_column(const std::string& name, const std::string& column) const {
+std::set<std::string> Location::columns_of(const std::string& name) const {
   const Dataset data(handle_.get(), name, 1, file_);
-  return H5Tget_class(data.type.get()) == H5T_COMPOUND && H5Tget_member_index(data.type.get(), column.c_str()) >= 0;
+  std::set<std::string> out;
+  if (H5Tget_class(data.type.get()) != H5T_COMPOUND) return out;
+  for (int i = 0; i < H5Tget_nmembers(data.type.get()); ++i) {
+    char* const column = H5Tget_member_name(data.type.get(), static_cast<unsigned>(i));
+    if (!column) fail("a column's name could not be read", file_, name);
+    out.insert(column);
+    H5free_memory(column);
+  }
+  return out;
 }
 
 void Location::read_table(const std::string& name, std::vector<Column>& columns) const {

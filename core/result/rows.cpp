@@ -1,6 +1,7 @@
 #include "result/rows.hpp"
 
 #include <kvlab/error.hpp>
+#include <set>
 #include <type_traits>
 #include <variant>
 
@@ -222,8 +223,9 @@ template <class Row>
 std::vector<Row> read_rows(const h5::Location& at, const std::string& name) {
   std::vector<Column> table = columns(std::vector<Row>{});
   auto list = fields(static_cast<const Row*>(nullptr));
+  const std::set<std::string> there = at.columns_of(name);
   for (std::size_t c = list.size(); c-- > 0;) {
-    if (!list[c].later || at.has_column(name, list[c].name)) continue;
+    if (!list[c].later || there.count(list[c].name)) continue;
     list.erase(list.begin() + static_cast<std::ptrdiff_t>(c));
     table.erase(table.begin() + static_cast<std::ptrdiff_t>(c));
   }
