@@ -35,7 +35,9 @@ namespace {
 
 // Nothing else knows beforehand what a sequence will be fed.
 std::shared_ptr<FullRuns> full_runs_for(const CellInput& in, const Needs& needs) {
-  return needs.future_mass() && !in.workload() ? std::make_shared<FullRuns>() : nullptr;
+  if (!needs.future_mass() || in.workload()) return nullptr;
+  return in.replay_shared ? in.replay_shared->full_runs(in.cell->task, in.cell->seed, in.policy().page_size)
+                          : std::make_shared<FullRuns>();
 }
 
 // Sequences that the cell runs at once, at most.

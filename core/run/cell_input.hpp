@@ -12,6 +12,7 @@
 #include "run/full_runs.hpp"
 #include "run/items.hpp"
 #include "run/reference.hpp"
+#include "run/replay_shared.hpp"
 
 namespace kvlab {
 
@@ -26,6 +27,7 @@ struct CellInput {
   std::shared_ptr<const Profile> profile;                                      // null without `profile: FILE`
   std::shared_ptr<const RecordedTrace> recorded;                               // null unless inject: {trace: FILE}
   std::shared_ptr<ReplayedRows> rows;                                          // null unless a recording is replayed
+  std::shared_ptr<ReplayShared> replay_shared;                                 // null unless one is
   std::shared_ptr<FullRuns> full_runs;                                         // null unless the policy needs them
   std::function<void(const std::string& what, int done, int total)> progress;  // counts the items of a pass
   std::optional<BudgetAmount> found_budget;                                    // by equal_bytes

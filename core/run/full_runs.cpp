@@ -180,6 +180,12 @@ FullRuns::Sample FullRuns::run(const CellInput& in, int sample, int most) const 
   return out;
 }
 
+std::int64_t FullRuns::bytes() const {
+  std::int64_t bytes = 0;
+  for (const auto& [number, sample] : samples_) bytes += sample.bytes;
+  return bytes;
+}
+
 std::span<const float> FullRuns::from(std::uint32_t question, bool prompt, int step, int layer, int head) const {
   for (const auto& [number, sample] : samples_) {
     const auto found = sample.conversations.find(question);

@@ -32,6 +32,7 @@ class FullRuns final : public RecordedMass {
   std::span<const float> from(std::uint32_t question, bool prompt, int step, int layer, int head) const override;
 
   int runs() const { return runs_; }  // samples that were run
+  std::int64_t bytes() const;         // of the samples that are kept
 
  private:
   // A sequence: a question and the turns that follow it.

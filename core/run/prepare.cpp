@@ -74,6 +74,7 @@ class Preparation {
 void Preparation::open_models() {
   if (!e_.recording.empty()) {
     p_.recording = std::make_shared<Recording>(e_.recording.string());
+    p_.replay_shared = std::make_shared<ReplayShared>();
     inputs_.push_back(e_.recording.string());
     check_model(e_, *p_.recording);
     p_.models = {p_.recording->head().model};
@@ -178,6 +179,7 @@ CellInput input(const Experiment& e, const PluginCatalog& catalog, const Prepare
   const ProfileKey key{cell.model, in.policy().profile, in.policy().page_size};
   if (const auto own = p.profiles.find(key); own != p.profiles.end()) in.profile = own->second;
   in.recorded = p.recorded;
+  in.replay_shared = p.replay_shared;
   if (p.recording) in.rows = replayed_rows(p.recording, e.tasks[cell.task], cell.seed);
   return in;
 }

@@ -32,7 +32,8 @@ struct Prepared {
   std::map<ItemsKey, TaskItems> items;
   std::map<ProfileKey, std::shared_ptr<const Profile>> profiles;
   std::shared_ptr<const RecordedTrace> recorded;
-  std::shared_ptr<const Recording> recording;  // null unless one is replayed
+  std::shared_ptr<const Recording> recording;   // null unless one is replayed
+  std::shared_ptr<ReplayShared> replay_shared;  // the same
 };
 
 // Finds errors before anything is run or written. An ExperimentError holds all messages of the cells, each once. only:

@@ -60,6 +60,11 @@ class Replay {
     if (in_.full_runs) in_.full_runs->prepare(in_, {item.sample});
     in_.rows->use(number);
     shadow_.reset();
+    const ReplayShared::Key key{in_.rows->number(number), in_.policy().page_size,
+                                engine_.store().options().rope != RopeRegime::original};
+    const std::shared_ptr<const FullAttention> known = in_.replay_shared->attention(key);
+    FullAttention noted(in_.replay_shared->left());
+    known ? shadow_.use(known.get()) : shadow_.note(&noted);
     slot_ = engine_.open(static_cast<std::uint32_t>(item.sample));
     engine_.ask(slot_, static_cast<std::uint32_t>(number));
     want_room(engine_.prefill(slot_, item.prompt, true, {}), engine_);
@@ -72,6 +77,7 @@ class Replay {
       take(number, t);
     }
     engine_.close(slot_);
+    if (!known) in_.replay_shared->keep(key, std::move(noted));
     out_.fidelity.offsets.push_back(out_.fidelity.offsets.back() + static_cast<std::int64_t>(item.forced.size()));
     results::SampleRow row = sample_row(item, static_cast<std::int64_t>(number));
     row.prompt_tokens = static_cast<std::int64_t>(item.prompt.size() + item.fed.size());

@@ -77,6 +77,11 @@ void Shadow::reset(int slot) {
   store_->close(slot);
   store_->open();  // the others are open
   slots_[static_cast<std::size_t>(slot)] = {};
+  known_ = nullptr, noted_ = nullptr, compared_steps_ = 0;
+}
+
+const FullAttention::Layer& Shadow::known(int layer) const {
+  return known_->at(compared_steps_ * static_cast<std::size_t>(model_.config.layers) + static_cast<std::size_t>(layer));
 }
 
 // A row's vectors as its text position rotates them.
@@ -105,6 +110,7 @@ void Shadow::append(const LayerRows& l, int slot, int row, int rows, int first) 
 }
 
 void Shadow::prompt(const PromptLayer& l, const Store& store) {
+  if (known_) return;
   const int tokens = static_cast<int>(l.keys.extent[0]);
   append(l, l.slot, 0, tokens, store.position(l.slot));
   if (l.layer + 1 == model_.config.layers) store_->advance(l.slot, tokens, false);
@@ -127,10 +133,14 @@ Shadow::Layout Shadow::layout(int rows, int total) const {
   return {rows, c.kv_heads, (total + p - 1) / p, std::int64_t{c.heads} * c.head_dim};
 }
 
-// Sets mass_ and output_, which lie in memory of the copy's device, behind the rows' newest positions.
+// Sets mass_ and output_. They lie in memory of the copy's device, behind the rows' newest positions, or are known.
 void Shadow::attend_to_all(const LayerRows& l) {
   const ModelConfig& c = model_.config;
   const Stream s = store_->stream();
+  if (known_) {
+    output_ = known(l.layer).output.data(), mass_ = known(l.layer).mass.data();
+    return;
+  }
   const auto rows = static_cast<std::int64_t>(of_rows_.size()), width = std::int64_t{c.heads} * c.head_dim;
   const auto slots = static_cast<std::int64_t>(slots_.size()),
              positions = (slots + 31) / 32 * 32;  // output_ is aligned
@@ -139,8 +149,9 @@ void Shadow::attend_to_all(const LayerRows& l) {
     step_ = StreamMemory(s, static_cast<std::size_t>(most) * sizeof(float));
   }
   auto* const last = step_.as<std::int32_t>();
-  output_ = step_.as<float>() + positions;
-  mass_ = output_ + slots * width;
+  float* const output = step_.as<float>() + positions;
+  float* const mass = output + slots * width;
+  output_ = output, mass_ = mass;
   copy_memory(last, newest_.data(), newest_.size() * sizeof newest_[0], s);
   ops::AttendArgs a;
   a.kv = store_->view(l.layer, of_rows_);
@@ -154,8 +165,8 @@ void Shadow::attend_to_all(const LayerRows& l) {
   a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
   a.window = c.sliding_window;
   a.last = last;
-  a.out = View<float, 3>::dense(output_, {rows, c.heads, c.head_dim});
-  a.mass = View<float, 3>::dense(mass_, {rows, c.heads, total_});
+  a.out = View<float, 3>::dense(output, {rows, c.heads, c.head_dim});
+  a.mass = View<float, 3>::dense(mass, {rows, c.heads, total_});
   ops::attend(a, store_->workspace(), s);
   store_->workspace().reset();
 }
@@ -176,7 +187,8 @@ void Shadow::attended(const DecodeLayer& l, const Store& store) {
     wanted.output = {}, wanted.mass = {}, wanted.read = {};
     rows = copy_.of(wanted, store.stream());
   }
-  for (std::size_t r = 0; r < of_rows_.size(); ++r) append(rows, of_rows_[r], static_cast<int>(r), 1, newest_[r]);
+  for (std::size_t r = 0; !known_ && r < of_rows_.size(); ++r)
+    append(rows, of_rows_[r], static_cast<int>(r), 1, newest_[r]);
   const auto skipped = [&](std::int32_t slot) -> int& { return slots_[static_cast<std::size_t>(slot)].skipped; };
   const bool compared = std::ranges::any_of(of_rows_, [&](std::int32_t slot) { return skipped(slot) == 0; });
   if (compared) {
@@ -184,7 +196,8 @@ void Shadow::attended(const DecodeLayer& l, const Store& store) {
     note_layer(l, store);
   }
   if (!last) return;
-  for (const std::int32_t slot : of_rows_) store_->advance(slot, 1, true);
+  for (const std::int32_t slot : of_rows_)
+    if (!known_) store_->advance(slot, 1, true);
   if (compared) compare_step(store.stream());
   for (const std::int32_t slot : of_rows_) skipped(slot) -= skipped(slot) > 0;
 }
@@ -199,7 +212,7 @@ void Shadow::note_layer(const DecodeLayer& l, const Store& store) {
     figures_ = StreamMemory(s, static_cast<std::size_t>(most.bytes() * c.layers));
   }
   std::byte* const to = figures_.as<>() + at.bytes() * l.layer;
-  const auto* last = step_.as<std::int32_t>();
+  const auto* last = known_ ? newest_.data() : step_.as<std::int32_t>();
   const float* mass = mass_;
   if (s.device() != store_->stream().device()) {
     if (!there_) there_ = StreamMemory(s, step_.bytes());
@@ -218,25 +231,51 @@ void Shadow::note_layer(const DecodeLayer& l, const Store& store) {
   a.page = store_->shape().page_size;
   a.sums = View<double, 4>::dense(reinterpret_cast<double*>(to), {at.rows, at.heads, at.pages, 2});
   a.nonfinite = View<std::int32_t, 2>::dense(reinterpret_cast<std::int32_t*>(to + at.nonfinite()), {at.rows, at.heads});
+  if (known_) a.known = known(l.layer).sums.data();
   a.read = View<std::int32_t, 3>::dense(reinterpret_cast<std::int32_t*>(to + at.read()), {at.rows, at.heads, at.pages});
   ops::unread_mass(a, scratch_, s);
   scratch_.reset();
   const auto width = static_cast<std::size_t>(at.rows * at.width) * sizeof(float);
   copy_memory(to + at.full(), output_, width, s);
   copy_memory(to + at.ours(), l.output.data, width, s);
+  if (noted_) note_all(to, at);
+}
+
+void Shadow::note_all(const std::byte* from, const Layout& at) {
+  const auto* const sums = reinterpret_cast<const double*>(from);
+  FullAttention::Layer layer;
+  layer.output.assign(output_, output_ + at.width);
+  layer.mass.assign(mass_, mass_ + std::int64_t{model_.config.heads} * total_);
+  for (std::int64_t i = 0; i < at.heads * at.pages; ++i) layer.sums.push_back(sums[2 * i]);
+  layer.rank.resize(layer.sums.size());
+  std::vector<std::int64_t> order(static_cast<std::size_t>(at.pages));
+  for (std::int64_t h = 0; h < at.heads; ++h) {
+    const double* const mass = layer.sums.data() + h * at.pages;
+    std::iota(order.begin(), order.end(), 0);
+    std::ranges::stable_sort(order, [&](std::int64_t x, std::int64_t y) { return mass[x] > mass[y]; });
+    for (std::int64_t i = 0; i < at.pages; ++i)
+      layer.rank[static_cast<std::size_t>(h * at.pages + order[static_cast<std::size_t>(i)])] =
+          static_cast<std::int32_t>(i);
+  }
+  noted_->add(std::move(layer));
 }
 
 void Shadow::compare_step(Stream s) {
   const int layers = model_.config.layers, rows = static_cast<int>(of_rows_.size());
   const Layout at = layout(rows, total_);
-  host_.resize(static_cast<std::size_t>(at.bytes() * layers));
-  copy_memory(host_.data(), figures_.as<>(), host_.size(), s);
-  synchronize(s);
+  const std::byte* figures = figures_.as<>();
+  if (s.device() == Device::cuda) {
+    host_.resize(static_cast<std::size_t>(at.bytes() * layers));
+    copy_memory(host_.data(), figures, host_.size(), s);
+    synchronize(s);
+    figures = host_.data();
+  }
   compared_.assign(static_cast<std::size_t>(layers * rows), {});
   over_rows(layers * rows, [&](std::int64_t i) {
     compared_[static_cast<std::size_t>(i)] =
-        compare(host_.data() + at.bytes() * (i / rows), at, static_cast<int>(i % rows));
+        compare(static_cast<int>(i / rows), figures + at.bytes() * (i / rows), at, static_cast<int>(i % rows));
   });
+  ++compared_steps_;
   for (int r = 0; r < rows; ++r) {
     Slot& slot = slots_[static_cast<std::size_t>(of_rows_[static_cast<std::size_t>(r)])];
     for (int layer = 0; slot.skipped == 0 && layer < layers; ++layer) {
@@ -251,7 +290,7 @@ void Shadow::compare_step(Stream s) {
 }
 
 // The figures of one row's layer.
-Shadow::Compared Shadow::compare(const std::byte* from, const Layout& at, int row) const {
+Shadow::Compared Shadow::compare(int layer, const std::byte* from, const Layout& at, int row) const {
   const std::int64_t heads = row * at.heads, pages = heads * at.pages;
   const auto* const sums = reinterpret_cast<const double*>(from) + 2 * pages;
   const auto* const nonfinite = reinterpret_cast<const std::int32_t*>(from + at.nonfinite()) + heads;
@@ -269,7 +308,9 @@ Shadow::Compared Shadow::compare(const std::byte* from, const Layout& at, int ro
   for (std::int64_t h = 0; h < at.heads; ++h) {
     const double* const mass = sums + h * at.pages * 2;
     for (std::int64_t p = 0; p < at.pages; ++p) out.missed += mass[2 * p + 1];
-    out.recall += recall(mass, read + h * at.pages, at.pages);
+    const std::int32_t* const of_head = read + h * at.pages;
+    out.recall += known_ ? known_recall(known(layer).rank.data() + h * at.pages, of_head, at.pages)
+                         : recall(mass, of_head, at.pages);
   }
   double difference = 0, norm = 0;
   for (std::int64_t i = 0; i < at.width; ++i) {
@@ -293,6 +334,13 @@ double Shadow::recall(const double* mass, const std::int32_t* read, std::int64_t
   });
   const auto hit = std::count_if(order.begin(), end, [&](std::int64_t page) { return read[page] != 0; });
   return static_cast<double>(hit) / static_cast<double>(count);
+}
+
+double Shadow::known_recall(const std::int32_t* rank, const std::int32_t* read, std::int64_t pages) {
+  const auto count = std::count(read, read + pages, 1);
+  std::int64_t hit = 0;
+  for (std::int64_t p = 0; p < pages; ++p) hit += read[p] != 0 && rank[p] < count;
+  return count == 0 ? 0 : static_cast<double>(hit) / static_cast<double>(count);
 }
 
 Shadow::Rows Shadow::take(int slot) { return std::exchange(slots_[static_cast<std::size_t>(slot)].rows, {}); }

@@ -6,6 +6,7 @@
 
 #include "engine/engine.hpp"
 #include "engine/host_copy.hpp"
+#include "run/replay_shared.hpp"
 #include "store/store.hpp"
 #include "store/workspace.hpp"
 
@@ -27,6 +28,11 @@ class Shadow final : public EngineObserver {
   // How many sequences, at most `want` and at least one, a GPU's free memory holds whole four times: the policy's and
   // the copy, each at most, the full cache's own run, and scratch.
   static int most_slots(const Model& model, int page_size, int max_tokens, int want);
+
+  // After reset(), of one slot on the CPU: what attention to all tokens leaves of the sequence's compared steps comes
+  // from `known`, and no copy is kept; or it goes to `noted`, too. Borrows them until the next reset.
+  void use(const FullAttention* known) { known_ = known; }
+  void note(FullAttention* noted) { noted_ = noted; }
 
   // Forgets the slot's sequence. A new one starts at position 0.
   void reset(int slot = 0);
@@ -69,21 +75,27 @@ class Shadow final : public EngineObserver {
   void append(const LayerRows& l, int slot, int row, int rows, int first);
   void attend_to_all(const LayerRows& l);
   void note_layer(const DecodeLayer& l, const Store& store);
+  void note_all(const std::byte* from, const Layout& at);
   void compare_step(Stream s);
   Layout layout(int rows, int total) const;
-  Compared compare(const std::byte* from, const Layout& at, int row) const;
+  Compared compare(int layer, const std::byte* from, const Layout& at, int row) const;
   static double recall(const double* mass, const std::int32_t* read, std::int64_t pages);
+  static double known_recall(const std::int32_t* rank, const std::int32_t* read, std::int64_t pages);
+  const FullAttention::Layer& known(int layer) const;
   void rotate(const View<const float, 3>& raw, int row, int position, float* to) const;
 
   const Model& model_;
   std::unique_ptr<Store> store_;
-  bool in_place_;                              // steps come as memory of a GPU
-  Ledger ledger_;                              // of scratch_ alone
-  StoreWorkspace scratch_;                     // on the policy's device
-  StreamMemory step_;                          // on the copy's device: output, mass and newest position of each row
-  float *output_ = nullptr, *mass_ = nullptr;  // in step_
-  StreamMemory figures_, there_;               // on the policy's device: figures of a step's layers; a copy of step_
+  bool in_place_;           // steps come as memory of a GPU
+  Ledger ledger_;           // of scratch_ alone
+  StoreWorkspace scratch_;  // on the policy's device
+  StreamMemory step_;       // on the copy's device: output, mass and newest position of each row
+  const float *output_ = nullptr, *mass_ = nullptr;  // in step_, or known
+  StreamMemory figures_, there_;  // on the policy's device: figures of a step's layers; a copy of step_
   HostCopy copy_;
+  const FullAttention* known_ = nullptr;
+  FullAttention* noted_ = nullptr;
+  std::size_t compared_steps_ = 0;  // since reset()
   std::vector<Slot> slots_;
   std::vector<std::int32_t> of_rows_;  // the step's slots
   std::vector<std::int32_t> newest_;   // their newest text positions

@@ -16,6 +16,8 @@ struct UnreadMass {
   const std::int32_t* last = nullptr;  // [row] the newest text position; those behind it do not count
   int window = 0;                      // attention read this many newest text positions at most; 0 = no limit
   int page = 0;                        // text positions of a page
+  // [row, kv_head, page] the first of `sums` where it is known, of mass that is finite; on the CPU alone.
+  const double* known = nullptr;
   // Out. sums: of a page's mass, and of the mass of its tokens that were not read, over the query heads of a KV head.
   View<double, 4> sums;             // [row, kv_head, page, 2]
   View<std::int32_t, 3> read;       // [row, kv_head, page] 1 where a token of the page was read, else 0

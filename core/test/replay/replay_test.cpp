@@ -13,6 +13,8 @@
 #include "model/checkpoint.hpp"
 #include "replay/recorder.hpp"
 #include "result/profile_file.hpp"
+#include "run/cell.hpp"
+#include "run/prepare.hpp"
 #include "run/record.hpp"
 #include "run/runner.hpp"
 #include "support/cell_fixture.hpp"
@@ -233,6 +235,10 @@ void check_equal(const std::vector<results::CellResult>& live, const std::vector
   }
 }
 
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return !a.empty() && a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof a[0]) == 0;
+}
+
 // A profile of the case's model, whose heads differ in every array.
 std::string profile_of(const Case& c) {
   const auto model = load_model(*open_checkpoint(c.model), DType::f32, "m");
@@ -394,6 +400,107 @@ TEST_CASE("a replay counts the tokens kept and the bytes held and moved as a liv
       std::find_if(replayed.begin(), replayed.end(), [](const auto& cell) { return cell.summary.policy == "placed"; });
   REQUIRE(placed != replayed.end());
   CHECK(placed->summary.moved_device > 0);
+}
+
+TEST_CASE("cells that share full attention measure what cells without it measure, bit for bit") {
+  const auto [model, dtype] = GENERATE(
+      table<std::string, std::string>({{"llama-gqa3", "f32"}, {"llama-gqa3", "bf16"}, {"mistral-window32", "bf16"}}));
+  CAPTURE(model, dtype);
+  const Case c(model, 0, dtype);
+  const Recording recording = c.record();
+  Experiment e = c.replaying(recording, policies_of_all_kinds);
+  e.output = c.path("shared.h5");
+  const PluginCatalog& catalog = test::built_catalog();
+  const Prepared prepared = prepare(e, catalog);
+  std::int64_t taken = prepared.replay_shared->left();
+  std::size_t equal = 0;
+  for (const Cell& cell : prepared.cells) {
+    CellInput in = input(e, catalog, prepared, cell);
+    const results::CellResult shared = run_cell(in);
+    in.replay_shared = std::make_shared<ReplayShared>(0);
+    const results::CellResult alone = run_cell(in);
+    CHECK(in.replay_shared->left() == 0);
+    CAPTURE(shared.summary.policy, shared.summary.error);
+    REQUIRE(shared.summary.status == "ok");
+    REQUIRE(alone.summary.status == "ok");
+    CHECK(same_bits(shared.fidelity.mass, alone.fidelity.mass));
+    CHECK(same_bits(shared.fidelity.page_recall, alone.fidelity.page_recall));
+    CHECK(same_bits(shared.fidelity.output_error, alone.fidelity.output_error));
+    CHECK(shared.summary.moved_host == alone.summary.moved_host);
+    CHECK(shared.summary.device_bytes_peak == alone.summary.device_bytes_peak);
+    CHECK(shared.summary.kept_tokens == alone.summary.kept_tokens);
+    ++equal;
+  }
+  CHECK(equal == prepared.cells.size());
+  // Of two texts, once where RoPE goes by text position and once where it goes by rank.
+  taken -= prepared.replay_shared->left();
+  CHECK(taken > 0);
+  for (const bool by_rank : {false, true})
+    for (const std::size_t number : {0, 1}) CHECK(prepared.replay_shared->attention({number, 8, by_rank}));
+  CHECK(!prepared.replay_shared->attention({0, 16, false}));
+}
+
+TEST_CASE("what cells share takes no more memory than it may") {
+  FullAttention::Layer layer;
+  layer.output.resize(8), layer.mass.resize(64), layer.sums.resize(4), layer.rank.resize(4);
+  FullAttention one(1 << 20);
+  one.add(layer);
+  const std::int64_t bytes = one.bytes();
+  CHECK(bytes >= 8 * 4 + 64 * 4 + 4 * 8 + 4 * 4);
+  const auto of = [&](int layers, std::int64_t most) {
+    FullAttention attention(most);
+    for (int i = 0; i < layers; ++i) attention.add(layer);
+    return attention;
+  };
+  CHECK(of(3, 3 * bytes).whole());
+  CHECK(!of(3, 3 * bytes - 1).whole());
+
+  ReplayShared shared(5 * bytes);
+  shared.keep({0, 16, false}, of(3, shared.left()));
+  CHECK(shared.left() == 2 * bytes);
+  shared.keep({1, 16, false}, of(3, shared.left()));  // it did not get all
+  CHECK(shared.left() == 2 * bytes);
+  shared.keep({1, 16, false}, of(3, 3 * bytes));  // too large for what is left
+  CHECK(shared.left() == 2 * bytes);
+  shared.keep({2, 16, false}, of(2, shared.left()));
+  CHECK(shared.left() == 0);
+  CHECK(shared.attention({0, 16, false}));
+  CHECK(!shared.attention({0, 8, false}));
+  CHECK(!shared.attention({0, 16, true}));
+  CHECK(!shared.attention({1, 16, false}));
+  CHECK(shared.attention({2, 16, false}));
+}
+
+TEST_CASE("cells of one task share the full cache's runs, and those of others go where memory is short") {
+  const Case c;
+  const Recording recording = c.record();
+  Experiment e = c.replaying(recording, "  - oracle_evict: {budget: {tokens: [24, 32]}}\n");
+  e.output = c.path("shared.h5");
+  const PluginCatalog& catalog = test::built_catalog();
+  const Prepared prepared = prepare(e, catalog);
+  REQUIRE(prepared.cells.size() == 2);
+  std::vector<double> masses;
+  for (const Cell& cell : prepared.cells) {
+    const results::CellResult result = run_cell(input(e, catalog, prepared, cell));
+    REQUIRE(result.summary.status == "ok");
+    masses.push_back(result.summary.mass);
+  }
+  CHECK(masses[0] < masses[1]);
+  const Cell& cell = prepared.cells[0];
+  const auto runs = prepared.replay_shared->full_runs(cell.task, cell.seed, 8);
+  CHECK(runs->runs() == 2);  // of two samples, for two cells
+  CHECK(runs->bytes() > 0);
+
+  ReplayShared shared(1);
+  const auto first = shared.full_runs(0, 0, 8);
+  CHECK(shared.full_runs(0, 0, 8) == first);
+  CHECK(shared.full_runs(0, 1, 8) != first);
+  CHECK(shared.full_runs(0, 0, 16) != first);
+  CHECK(shared.full_runs(0, 0, 8) == first);  // none holds anything
+  CellInput in = input(e, catalog, prepared, cell);
+  first->prepare(in, {0});
+  static_cast<void>(shared.full_runs(0, 1, 8));
+  CHECK(shared.full_runs(0, 0, 8) != first);
 }
 
 TEST_CASE("questions that a run generates answers to are recorded with the full cache's answers") {
