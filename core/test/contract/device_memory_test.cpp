@@ -95,6 +95,19 @@ class OnGuardedDevice final : public Policy, public BeforeStep, public ChoosesIn
     const QueriesAhead* inner_;
   };
 
+  // The store is the CPU's, too, and puts numbers in the order of its places.
+  class OpenedFuture final : public FutureMass {
+   public:
+    explicit OpenedFuture(const FutureMass* inner) : inner_(inner) {}
+    View<const float, 3> of(const LayerKv& kv) const override {
+      const GuardedDevice::Open open;
+      return inner_->of(kv);
+    }
+
+   private:
+    const FutureMass* inner_;
+  };
+
   template <class Kv, class Callback>
   void run(const Kv& from, Edits& edits, const Callback& callback) {
     Kv kv = from;
@@ -111,6 +124,8 @@ class OnGuardedDevice final : public Policy, public BeforeStep, public ChoosesIn
     kv.mass = device_.put(from.mass);
     const Opened projection(from.projection);
     if (from.projection) kv.projection = &projection;
+    const OpenedFuture future(from.future);
+    if (from.future) kv.future = &future;
     const OpenedAhead ahead([&]() -> const QueriesAhead* {
       if constexpr (std::is_same_v<Kv, LayerStep>) return from.ahead;
       return nullptr;

@@ -51,10 +51,14 @@ class GuardedDevice final : public Workspace {
     run_put_off();  // the caller reads lists without an op
   }
 
-  // The host may reach the memory while an Open lives.
+  // The host may reach the memory while an Open lives. They nest.
   struct Open {
-    Open() { current()->protect(PROT_READ | PROT_WRITE); }
-    ~Open() { current()->protect(PROT_NONE); }
+    Open() {
+      if (current()->open_++ == 0) current()->protect(PROT_READ | PROT_WRITE);
+    }
+    ~Open() {
+      if (--current()->open_ == 0) current()->protect(PROT_NONE);
+    }
     Open(const Open&) = delete;
     Open& operator=(const Open&) = delete;
   };
@@ -137,6 +141,7 @@ class GuardedDevice final : public Workspace {
 
   void* memory_ = nullptr;
   std::size_t used_ = 0, states_ = 0;
+  int open_ = 0;  // how many Open live
   CudaBackend table_;
   struct sigaction before_ = {};
   sigjmp_buf back_;
