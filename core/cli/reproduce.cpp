@@ -79,12 +79,14 @@ std::string model_set(const ReproduceOptions& o) {
   return "model=" + model.dump();
 }
 
-// What an experiment's text settles: all but comments, of which a "# --set" line is none.
+// What an experiment's text settles: all but empty lines and lines of comments, of which "# --set" is none.
 std::string without_comments(const std::string& text) {
   std::istringstream lines(text);
   std::string out;
-  for (std::string line; std::getline(lines, line);)
-    if (!line.starts_with('#') || line.starts_with("# --set")) out += line + "\n";
+  for (std::string line; std::getline(lines, line);) {
+    const std::size_t first = line.find_first_not_of(" \t");
+    if (first != std::string::npos && (line[first] != '#' || line.starts_with("# --set"))) out += line + "\n";
+  }
   return out;
 }
 

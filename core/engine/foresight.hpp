@@ -42,6 +42,7 @@ class Foresight final : public FutureMass {
   const Store& store_;
   const std::vector<std::uint32_t>& questions_;
   // On a GPU: the step whose numbers all_ has, [layer, row, KV head, text position], and the layer that came last.
+  // No ledger counts it: an oracle's foresight is no memory of a method.
   mutable StreamMemory all_;
   mutable Step now_;
   mutable int last_layer_ = -1;

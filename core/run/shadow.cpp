@@ -246,6 +246,7 @@ void Shadow::note_all(const std::byte* from, const Layout& at) {
   FullAttention::Layer layer;
   layer.output.assign(output_, output_ + at.width);
   layer.mass.assign(mass_, mass_ + std::int64_t{model_.config.heads} * total_);
+  layer.sums.reserve(static_cast<std::size_t>(at.heads * at.pages));
   for (std::int64_t i = 0; i < at.heads * at.pages; ++i) layer.sums.push_back(sums[2 * i]);
   layer.rank.resize(layer.sums.size());
   std::vector<std::int64_t> order(static_cast<std::size_t>(at.pages));

@@ -288,7 +288,7 @@ void CpuStore::by_place(int layer, std::span<const std::int32_t> slots, View<con
           positions_by_place(layer, slots[static_cast<std::size_t>(row)], static_cast<int>(head));
       for (std::int64_t t = 0; t < out.extent[2]; ++t) {
         const std::int64_t p = t < std::ssize(positions) ? positions[static_cast<std::size_t>(t)] : of.extent[2];
-        out(row, head, t) = p < of.extent[2] ? of(row, head, p) : 0;
+        out(row, head, t) = p >= 0 && p < of.extent[2] ? of(row, head, p) : 0;
       }
     }
 }

@@ -387,7 +387,7 @@ __global__ void by_place_kernel(const __grid_constant__ CudaStoreLayer s, int sl
   if (t >= out.extent[2]) return;
   const Head h = head_of(s, slot, head);
   const std::int64_t p = t < *h.length ? position_at(s, h, t) : of.extent[2];
-  out(row, head, t) = p < of.extent[2] ? of(row, head, p) : 0;
+  out(row, head, t) = p >= 0 && p < of.extent[2] ? of(row, head, p) : 0;
 }
 
 constexpr int attend_threads = 512;

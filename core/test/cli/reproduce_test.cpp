@@ -266,7 +266,7 @@ TEST_CASE("reproduce warns of a profile that is there by other settings of its e
   CHECK_THAT(reproduce({}).said, Contains("warning: ") && Contains(other));
   CHECK_THAT(reproduce({"--check"}).said, Contains("one.h5 is there, made by other settings"));
   CHECK(reproduce({"--fresh"}).code == 0);
-  std::ofstream(tree.experiment("heads_one"), std::ios::app) << "# a comment\n";
+  std::ofstream(tree.experiment("heads_one"), std::ios::app) << "\n# a comment\n  # another\n";
   CHECK_THAT(reproduce({}).said, Contains("one.h5 is there; --fresh") && !Contains("warning: "));
 }
 
