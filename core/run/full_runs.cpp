@@ -38,19 +38,18 @@ class FullRuns::Recorder final : public EngineObserver {
     const int tokens = store.position((*l.slots)[0]) + 1;
     if (l.layer == 0) to_->mass.emplace_back().reserve(static_cast<std::size_t>(s.layers * s.kv_heads * tokens));
     if (stream.device() == Device::cpu) return add(l.mass[0], s, tokens);
-    const auto numbers = static_cast<std::size_t>(s.query_heads) * static_cast<std::size_t>(tokens);
+    const std::int64_t room = l.mass.stride[1];  // the same in all layers of a step
+    const auto numbers = static_cast<std::size_t>(s.query_heads * room);
     const std::size_t all = numbers * static_cast<std::size_t>(s.layers);
     if (waiting_.bytes() < all * sizeof(float)) waiting_ = StreamMemory(stream, 2 * all * sizeof(float));
-    float* to = waiting_.as<float>() + numbers * static_cast<std::size_t>(l.layer);
-    for (int head = 0; head < s.query_heads; ++head, to += tokens)
-      copy_memory(to, &l.mass(0, head, 0), static_cast<std::size_t>(tokens) * sizeof(float), stream);
+    copy_memory(waiting_.as<float>() + numbers * static_cast<std::size_t>(l.layer), l.mass.data,
+                numbers * sizeof(float), stream);
     if (l.layer + 1 < s.layers) return;
     here_.resize(all);
     copy_memory(here_.data(), waiting_.as<>(), all * sizeof(float), stream);
     synchronize(stream);
     for (int layer = 0; layer < s.layers; ++layer)
-      add(View<const float, 2>::dense(here_.data() + numbers * static_cast<std::size_t>(layer),
-                                      {s.query_heads, tokens}),
+      add(View<const float, 2>::dense(here_.data() + numbers * static_cast<std::size_t>(layer), {s.query_heads, room}),
           s, tokens);
   }
 
@@ -67,7 +66,7 @@ class FullRuns::Recorder final : public EngineObserver {
   }
 
   Conversation* to_ = nullptr;
-  StreamMemory waiting_;  // [layer, query head, token] of the step, on the GPU
+  StreamMemory waiting_;  // [layer, query head, room for tokens] of the step, on the GPU
   std::vector<float> here_;
 };
 
