@@ -626,7 +626,7 @@ class Differences(WithFolder):
             np.testing.assert_allclose(found, (wanted.low, wanted.high), atol=1e-9)
         values = np.random.default_rng(5).normal(1, 2, 40)
         found = differences.interval([(i, v, 1) for i, v in enumerate(values)], differences.UNBOUNDED)
-        level = 1 - 2 * differences.outside([1] * 40) / differences.RESAMPLES  # 95 %, widened for 40 contexts
+        level = 1 - 2 * differences.outside([1] * 40, list(values - values.mean())) / differences.RESAMPLES
         wanted = stats.bootstrap(
             (values,), np.mean, n_resamples=20000, confidence_level=level, method="percentile", random_state=1
         ).confidence_interval

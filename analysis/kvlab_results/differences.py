@@ -91,13 +91,22 @@ def t_quantile(freedom):
     return high
 
 
-def outside(weights):
+def _freedom(residuals):
+    """Degrees of freedom of a variance that these residuals estimate: n - 1 for normal ones (O'Neill 2014)."""
+    n, squares, fourths = len(residuals), 0.0, 0.0
+    for r in residuals:
+        squares, fourths = squares + r * r, fourths + r * r * r * r
+    return 2 * n / (n * fourths / (squares * squares) - (n - 3) / (n - 1))
+
+
+def outside(weights, residuals):
     """How many of the resamples lie outside of the interval, on either side (Hesterberg 2015, Kish 1965)."""
     total, squares = 0.0, 0.0
     for weight in weights:
         total, squares = total + weight, squares + weight * weight
     equal = max(2.0, total * total / squares)
-    return int(NORMAL.cdf(-math.sqrt(equal / (equal - 1)) * t_quantile(equal - 1)) * RESAMPLES)
+    freedom = min(equal - 1, _freedom(residuals)) if residuals else equal - 1
+    return int(NORMAL.cdf(-math.sqrt(equal / (equal - 1)) * t_quantile(freedom)) * RESAMPLES)
 
 
 def _of_contexts(triples):
@@ -110,12 +119,13 @@ def _of_contexts(triples):
     return [sums[context] for context in sorted(sums)]
 
 
-def _bootstrap(contexts):
+def _bootstrap(contexts, padded=False):
     values, weights = (np.array(side, float) for side in zip(*contexts))
     n = len(values)
     drawn = (draws(n, RESAMPLES * n) % np.uint64(n)).astype(np.intp).reshape(RESAMPLES, n)
     ratios = np.sort(_sums(values, drawn) / _sums(weights, drawn))
-    rank = outside(weights)
+    value, weight = (sum(side) for side in zip(*contexts))
+    rank = outside(weights, [] if padded else [v - value / weight * w for v, w in contexts])
     return ratios[rank], ratios[RESAMPLES - 1 - rank]
 
 
@@ -146,11 +156,10 @@ def interval(triples, scores):
     value, weight = contexts[0]
     alike = all(v * weight == value * w for v, w in contexts)
     enough = len(contexts) >= FEWEST_CONTEXTS and not alike
-    if scores == ZERO_ONE or (scores == SHARE and not enough):
-        contexts += [(1.0, 1.0), (-1.0, 1.0)]
-    elif not enough:
+    padded = scores == ZERO_ONE or (scores == SHARE and not enough)
+    if not enough and not padded:
         return math.nan, math.nan
-    return _bootstrap(contexts)
+    return _bootstrap(contexts + [(1.0, 1.0), (-1.0, 1.0)] * padded, padded)
 
 
 def _ratio_variance(contexts):
@@ -301,16 +310,17 @@ def _place_interval(contexts, above, span, scores):
         return abs(one - other) <= 1e-12 * (abs(one) + abs(other))
 
     enough = len(contexts) >= FEWEST_CONTEXTS and not all(same(a * span, above * s) for a, s, _ in contexts)
-    if scores == ZERO_ONE or (scores == SHARE and not enough):
-        contexts = contexts + [(1.0, 0.0, 1.0), (-1.0, 0.0, 1.0)]
-    elif not enough:
+    padded = scores == ZERO_ONE or (scores == SHARE and not enough)
+    if not enough and not padded:
         return math.nan, math.nan
+    residuals = [] if padded else [a - above / span * s for a, s, _ in contexts]
+    contexts = contexts + [(1.0, 0.0, 1.0), (-1.0, 0.0, 1.0)] * padded
     n = len(contexts)
     above, span, weights = (np.array(side) for side in zip(*contexts))
     drawn = (draws(n, RESAMPLES * n) % np.uint64(n)).astype(np.intp).reshape(RESAMPLES, n)
     above, span = _sums(above, drawn), _sums(span, drawn)
     ratios = np.sort(above[span > 0] / span[span > 0])
-    beyond = outside(weights) - (RESAMPLES - len(ratios))  # resamples without a ratio lie beyond both ends
+    beyond = outside(weights, residuals) - (RESAMPLES - len(ratios))  # resamples without a ratio lie beyond both ends
     return (ratios[beyond], ratios[len(ratios) - 1 - beyond]) if beyond >= 0 else (-math.inf, math.inf)
 
 

@@ -22,8 +22,8 @@ double z_score() {
   return z;
 }
 
-double t_quantile(double contexts) {
-  const boost::math::students_t t(contexts - 1);
+double t_quantile(double freedom) {
+  const boost::math::students_t t(freedom);
   return boost::math::quantile(boost::math::complement(t, upper_tail));
 }
 
@@ -65,10 +65,18 @@ double contexts_of_equal_size(const std::vector<double>& weights) {
   return std::max(2., sum * sum / squares);
 }
 
-Interval bootstrap(const std::vector<Context>& contexts) {
+// Degrees of freedom of a variance that these residuals estimate: n - 1 for normal ones (O'Neill 2014).
+double freedom_of(const std::vector<double>& residuals) {
+  const auto n = static_cast<double>(residuals.size());
+  double squares = 0, fourths = 0;
+  for (const double r : residuals) squares += r * r, fourths += r * r * r * r;
+  return 2 * n / (n * fourths / (squares * squares) - (n - 3) / (n - 1));
+}
+
+Interval bootstrap(const std::vector<Context>& contexts, bool padded = false) {
   const std::size_t n = contexts.size();
   Random random(20240607, n);
-  std::vector<double> ratios(resamples), weights;
+  std::vector<double> ratios(resamples), weights, residuals;
   for (double& ratio : ratios) {
     Context drawn;
     for (std::size_t i = 0; i < n; ++i) {
@@ -79,8 +87,12 @@ Interval bootstrap(const std::vector<Context>& contexts) {
     ratio = drawn.value / drawn.weight;
   }
   std::sort(ratios.begin(), ratios.end());
-  for (const Context& c : contexts) weights.push_back(c.weight);
-  const std::size_t rank = bootstrap_outside(weights);
+  const Context all = total(contexts);
+  for (const Context& c : contexts) {
+    weights.push_back(c.weight);
+    if (!padded) residuals.push_back(c.value - all.value / all.weight * c.weight);
+  }
+  const std::size_t rank = bootstrap_outside(weights, residuals);
   return {ratios[rank], ratios[resamples - 1 - rank]};
 }
 
@@ -102,7 +114,7 @@ double effective_questions(const std::vector<Context>& contexts) {
   if (share == 0 || share == 1) return n;  // equal scores do not show the design effect: assume the worst
   const double variance = ratio_variance(contexts);
   const double design_effect = variance / (share * (1 - share) / all.weight);
-  const double few = std::pow(z_score() / t_quantile(n), 2);
+  const double few = std::pow(z_score() / t_quantile(n - 1), 2);
   return std::clamp(few * all.weight / design_effect, n, all.weight);
 }
 
@@ -169,13 +181,10 @@ Interval difference_interval(const std::vector<Scored>& differences, ScoreRange 
     return {-highest_difference(lost, won, n), highest_difference(won, lost, n)};
   }
   const bool enough = contexts.size() >= fewest_contexts && !alike(contexts);
-  if (range == ScoreRange::zero_one || (range == ScoreRange::share && !enough)) {
-    contexts.push_back({1, 1});
-    contexts.push_back({-1, 1});
-  } else if (!enough) {
-    return none;
-  }
-  return bootstrap(contexts);
+  const bool padded = range == ScoreRange::zero_one || (range == ScoreRange::share && !enough);
+  if (!enough && !padded) return none;
+  if (padded) contexts.insert(contexts.end(), {{1, 1}, {-1, 1}});
+  return bootstrap(contexts, padded);
 }
 
 double clustered_error(const std::vector<Scored>& questions) {
@@ -183,9 +192,10 @@ double clustered_error(const std::vector<Scored>& questions) {
   return contexts.size() < 2 ? std::numeric_limits<double>::quiet_NaN() : std::sqrt(ratio_variance(contexts));
 }
 
-std::size_t bootstrap_outside(const std::vector<double>& weights) {
+std::size_t bootstrap_outside(const std::vector<double>& weights, const std::vector<double>& residuals) {
   const double equal = contexts_of_equal_size(weights);
-  const double widened = -std::sqrt(equal / (equal - 1)) * t_quantile(equal);
+  const double freedom = residuals.empty() ? equal - 1 : std::min(equal - 1, freedom_of(residuals));
+  const double widened = -std::sqrt(equal / (equal - 1)) * t_quantile(freedom);
   const double tail = boost::math::cdf(boost::math::normal(), widened);
   return static_cast<std::size_t>(tail * resamples);
 }

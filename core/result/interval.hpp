@@ -6,7 +6,9 @@
 //   Graubard 1998; Dean and Pagano 2015 compare it with others). It is at least the number of contexts and at most
 //   that of questions.
 // - Other scores: percentiles of the bootstrap over contexts of sum(scores) / sum(questions), widened for few contexts
-//   (Hesterberg 2015, expanded percentile interval, with Kish's effective number as n).
+//   (Hesterberg 2015, expanded percentile interval, with Kish's effective number as n). Where few contexts make up most
+//   of the variance, it is little known, so t has the variance's own degrees of freedom (O'Neill 2014, by the
+//   kurtosis).
 // - Perplexity: exp of the same bootstrap of sum(nll) / sum(tokens) over texts.
 //
 // The bootstrap needs at least 6 contexts that are not all alike. With less, scores from 0 to 1 have Wilson's interval
@@ -54,10 +56,11 @@ double clustered_error(const std::vector<Scored>& questions);
 
 // The bootstrap behind the intervals above, for other statistics. The range of fewer independent values than
 // fewest_contexts misses their mean in more than 5 % of all cases: 2^(1 - n). bootstrap_outside: how many resamples lie
-// outside of the interval, on either side; weights: of each context.
+// outside of the interval, on either side; weights: of each context; residuals: what each adds to the statistic's
+// error, in any unit, 0 in the sum. None where contexts were added: these widen it already.
 inline constexpr int bootstrap_resamples = 5000;
 inline constexpr std::size_t fewest_contexts = 6;
-std::size_t bootstrap_outside(const std::vector<double>& weights);
+std::size_t bootstrap_outside(const std::vector<double>& weights, const std::vector<double>& residuals);
 
 // The quantile of the standard normal distribution above which `upper_tail` lies.
 double normal_quantile(double upper_tail);

@@ -48,10 +48,14 @@ bool alike(const std::vector<Context>& contexts) {
   });
 }
 
-Interval bootstrap(const std::vector<Context>& contexts) {
+Interval bootstrap(const std::vector<Context>& contexts, bool padded) {
   const std::size_t n = contexts.size();
-  std::vector<double> weights, ratios;
-  for (const Context& c : contexts) weights.push_back(c.weight);
+  const Context all = sum_of(contexts);
+  std::vector<double> weights, residuals, ratios;
+  for (const Context& c : contexts) {
+    weights.push_back(c.weight);
+    if (!padded) residuals.push_back(c.above - all.above / all.span * c.span);
+  }
   Random random(20240607, n);
   for (int r = 0; r < bootstrap_resamples; ++r) {
     Context drawn;
@@ -63,20 +67,17 @@ Interval bootstrap(const std::vector<Context>& contexts) {
     if (drawn.span > 0) ratios.push_back(drawn.above / drawn.span);
   }
   std::sort(ratios.begin(), ratios.end());
-  const std::size_t without = bootstrap_resamples - ratios.size(), outside = bootstrap_outside(weights);
+  const std::size_t without = bootstrap_resamples - ratios.size(), outside = bootstrap_outside(weights, residuals);
   if (without > outside) return {-infinite, infinite};
   return {ratios[outside - without], ratios[ratios.size() - 1 - (outside - without)]};
 }
 
 Interval interval_of(std::vector<Context> contexts, ScoreRange range) {
   const bool enough = contexts.size() >= fewest_contexts && !alike(contexts);
-  if (range == ScoreRange::zero_one || (range == ScoreRange::share && !enough)) {
-    contexts.push_back({1, 0, 1});
-    contexts.push_back({-1, 0, 1});
-  } else if (!enough) {
-    return {not_known, not_known};
-  }
-  return bootstrap(contexts);
+  const bool padded = range == ScoreRange::zero_one || (range == ScoreRange::share && !enough);
+  if (!enough && !padded) return {not_known, not_known};
+  if (padded) contexts.insert(contexts.end(), {{1, 0, 1}, {-1, 0, 1}});
+  return bootstrap(contexts, padded);
 }
 
 }  // namespace

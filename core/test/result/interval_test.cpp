@@ -162,6 +162,20 @@ TEST_CASE("the bootstrap covers the truth in 93 to 97 of 100 cases") {
   CHECK(share < 0.97);
 }
 
+// By hand, of 30 contexts of which two have 1 and the others 0: the mean is 1/15, the kurtosis 13.07, and the variance
+// has 60 / (13.07 - 27/29) = 4.94 degrees of freedom. So t is 2.580, widened 2.624, and 0.00435 of the resamples lie
+// beyond it.
+TEST_CASE("the bootstrap takes more resamples where few contexts make up the variance") {
+  const std::vector<double> weights(30, 1.);
+  std::vector<double> residuals(30, -1. / 15), halves;
+  residuals[0] = residuals[7] = 14. / 15;
+  for (int i = 0; i < 30; ++i) halves.push_back(i % 2 ? 1 : -1);
+  CHECK(bootstrap_outside(weights, residuals) == 21);
+  // 29 degrees of freedom at most: t is 2.045, widened 2.080, and 0.01875 lie beyond it.
+  CHECK(bootstrap_outside(weights, halves) == 93);
+  CHECK(bootstrap_outside(weights, {}) == 93);
+}
+
 TEST_CASE("the bootstrap draws contexts, not questions") {
   // 8 contexts of 50 equal questions each: the interval is that of 8 values, not of 400.
   std::vector<Scored> clustered;

@@ -74,6 +74,8 @@ const std::vector<Population> common = {
     {1, 0.3, 0.15, true}, {4, 0.2, 0.1, true}, {1, 0.4, 0.2, false}, {4, 0.25, 0.1, false}};
 // Hardly any pair differs: the interval may be too wide, but not too narrow.
 const std::vector<Population> rare = {{1, 0.05, 0, true}, {1, 0.02, 0.02, true}, {4, 0.03, 0, true}};
+// The same of scores between 0 and 1. Few contexts make up all of the variance then.
+const std::vector<Population> rare_shares = {{1, 0.05, 0, false}, {1, 0.1, 0, false}};
 
 // Right answers of 0.8 against 0.6, each for itself (0.2 * 0.6 lost, 0.8 * 0.4 won); losses of 5 %; scores between 0
 // and 1.
@@ -254,8 +256,16 @@ TEST_CASE("intervals of paired differences cover the truth in 93 to 97 of 100 ca
 
 TEST_CASE("intervals of rare differences cover the truth in 93 of 100 cases, or more") { check_rare(30, 500); }
 
+TEST_CASE("intervals of rare differences of shares cover the truth in 93 of 100 cases, or more") {
+  check_rare(50, 1000, rare_shares);
+}
+
 TEST_CASE("intervals of paired differences, in many trials", "[.long]") {
   for (const int contexts : {30, 100}) check_common(contexts, 3000), check_rare(contexts, 3000);
+}
+
+TEST_CASE("intervals of rare differences of shares, in many trials", "[.long]") {
+  for (const int contexts : {10, 20, 30, 50, 100}) check_rare(contexts, 3000, rare_shares);
 }
 
 TEST_CASE("intervals of paired differences of few contexts, in many trials", "[.long]") {
