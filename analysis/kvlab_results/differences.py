@@ -94,8 +94,11 @@ def t_quantile(freedom):
 def _freedom(residuals):
     """Degrees of freedom of a variance that these residuals estimate: n - 1 for normal ones (O'Neill 2014)."""
     n, squares, fourths = len(residuals), 0.0, 0.0
+    largest = max(map(abs, residuals))
+    if largest == 0:  # contexts that differ only by rounding
+        return n - 1
     for r in residuals:
-        squares, fourths = squares + r * r, fourths + r * r * r * r
+        squares, fourths = squares + (r / largest) ** 2, fourths + (r / largest) ** 4
     return 2 * n / (n * fourths / (squares * squares) - (n - 3) / (n - 1))
 
 

@@ -68,8 +68,10 @@ double contexts_of_equal_size(const std::vector<double>& weights) {
 // Degrees of freedom of a variance that these residuals estimate: n - 1 for normal ones (O'Neill 2014).
 double freedom_of(const std::vector<double>& residuals) {
   const auto n = static_cast<double>(residuals.size());
-  double squares = 0, fourths = 0;
-  for (const double r : residuals) squares += r * r, fourths += r * r * r * r;
+  double largest = 0, squares = 0, fourths = 0;
+  for (const double r : residuals) largest = std::max(largest, std::fabs(r));
+  if (largest == 0) return n - 1;  // contexts that differ only by rounding
+  for (const double r : residuals) squares += std::pow(r / largest, 2), fourths += std::pow(r / largest, 4);
   return 2 * n / (n * fourths / (squares * squares) - (n - 3) / (n - 1));
 }
 

@@ -174,6 +174,9 @@ TEST_CASE("the bootstrap takes more resamples where few contexts make up the var
   // 29 degrees of freedom at most: t is 2.045, widened 2.080, and 0.01875 lie beyond it.
   CHECK(bootstrap_outside(weights, halves) == 93);
   CHECK(bootstrap_outside(weights, {}) == 93);
+  CHECK(bootstrap_outside(weights, std::vector<double>(30, 0.)) == 93);
+  for (double& r : residuals) r *= 1e-200;
+  CHECK(bootstrap_outside(weights, residuals) == 21);
 }
 
 TEST_CASE("the bootstrap draws contexts, not questions") {
