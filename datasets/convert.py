@@ -14,12 +14,16 @@ given, and the message names file and record.
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
 import common
 import written
 from sources import DataError, Source
+
+
+DATA = re.compile(r"\.(jsonl?|csv|tsv|parquet)(\.gz)?$")  # what a set's records may be in
 
 
 def tasks_of(dataset, source):
@@ -45,7 +49,7 @@ def convert(dataset, arguments):
     tasks, absent = selected(dataset, source, arguments.task)
     paths = {name: Path(arguments.to) / f"{name}.jsonl" for name in tasks}
     written.check_ours(paths.values(), arguments.to)
-    skipped = []
+    skipped, used = [], set()
     try:
         for name, task in tasks.items():
             try:
@@ -56,12 +60,18 @@ def convert(dataset, arguments):
                     raise
                 print(f"{dataset.name} {name}: not converted: {error}", file=sys.stderr)
                 continue
+            finally:
+                used.update(source.read)
             left = "".join(f", {n} left out ({why})" for why, n in source.left_out.items())
             print(f"{dataset.name} {name}: {count} records{left} -> {paths[name]}", file=sys.stderr)
     finally:
         written.write_summary(dataset, arguments.to)
     if absent:
         print(f"{dataset.name}: no file for {', '.join(absent)}", file=sys.stderr)
+    unread = [n for n in source.names if n not in used and DATA.search(n)]
+    if unread and not arguments.task:
+        more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
+        print(f"{dataset.name}: no task reads {', '.join(unread[:5])}{more}; wanted {dataset.wanted}", file=sys.stderr)
 
 
 def listing(sets):

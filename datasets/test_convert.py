@@ -220,6 +220,13 @@ class Details(Folder):
         self.assertEqual(self.converted("infinitebench", files={"math_calc.jsonl": [{**fixtures.INFINITE, "answer": [[1, 3]]}]})[0], 0)
         self.assertEqual(read(self.out / "math_calc.jsonl")[1][0]["answers"], ["[1, 3]"])
 
+    def test_files_that_no_task_reads_are_named(self):
+        files = {**fixtures.SETS["ruler"].files, "other/vt.json": "{}\n", "README.md": "words"}
+        code, said = self.converted("ruler", files=files)
+        self.assertEqual(code, 0, said)
+        self.assertIn("ruler: no task reads other/vt.json; wanted LENGTH/TASK.jsonl", said)
+        self.assertNotIn("no task reads", self.converted("ruler", "--task", "qa_1", files=files)[1])
+
     def test_ruler_takes_the_opening_from_its_own_field_or_the_prompt(self):
         _, records = self.records("ruler", "niah_single_1_8192")
         self.assertEqual(records[0]["opening"], fixtures.RULER_OPENING)
